@@ -1,0 +1,1 @@
+"""Reclaim LangGraph checkpoint storage without ever breaking a conversation."""

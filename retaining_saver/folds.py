@@ -1,0 +1,184 @@
+"""The retention mark in checkpoint metadata, and folding one checkpoint's annotations into another. Pure.
+
+One nested key of plain JSON values, ``metadata["retention"]``, because Postgres drops
+``metadata["writes"]``::
+
+    {"kind": "duration", "id": ..., "added": {...}}      on a metadata-only checkpoint
+    {"folded": {"id": ..., "entries": {...}},            on a checkpoint that was folded into
+     "reclaimed": [...]}
+
+``added`` and ``entries`` hold *names*: ``{"run_durations": ["run-1"], "title": None}`` means the
+entry ``run-1`` of the mapping ``run_durations`` and the whole value of ``title``. A mark whose id
+is another checkpoint's came along when a writer copied that checkpoint's metadata, and is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MARK = "retention"
+LEGACY_MARKER = "runtime_run_duration"
+HISTORY_MAPS = ("run_durations", "run_message_ids")
+RECLAIMED_KEPT = 64
+"""How many reclaimed ids a checkpoint remembers: enough for every writer still in flight."""
+
+# What a checkpoint says about itself rather than about runs; never folded.
+_OWN_KEYS = frozenset(
+    {
+        "source",
+        "step",
+        "parents",
+        "run_id",
+        "writes",
+        "counters_since_delta_snapshot",
+        "delta_writes_versioned",
+        MARK,
+    }
+)
+
+Metadata = Mapping[str, Any]
+Names = dict[str, "list[str] | None"]
+
+
+def kind_of(checkpoint_id: str, metadata: Metadata) -> str | None:
+    """Return the kind that a checkpoint's own mark claims, or ``None``."""
+    mark = _mapping(metadata.get(MARK))
+    kind = mark.get("kind")
+    return kind if isinstance(kind, str) and mark.get("id") == checkpoint_id else None
+
+
+def has_legacy_marker(metadata: Metadata) -> bool:
+    """Tell whether an application marked a duration-only checkpoint by itself."""
+    return LEGACY_MARKER in _mapping(metadata.get("writes"))
+
+
+def added_names(metadata: Metadata, parent: Metadata) -> Names:
+    """Name what ``metadata`` records that ``parent`` does not."""
+    names: Names = {}
+    for key, value in metadata.items():
+        if key in _OWN_KEYS or key in parent and parent[key] == value:
+            continue
+        if isinstance(value, Mapping):
+            known = _mapping(parent.get(key))
+            new = [k for k, v in value.items() if k not in known or known[k] != v]
+            if new or not value:
+                names[key] = new
+        else:
+            names[key] = None
+    return names
+
+
+def adds_history(checkpoint_id: str, metadata: Metadata, parent: Metadata | None = None) -> bool:
+    """Tell whether a checkpoint records runs by itself that its parent does not.
+
+    Entries that were folded into it do not count: they were another checkpoint's. Without
+    ``parent``, tell whether it records any run by itself.
+    """
+    folded = _folded_names(checkpoint_id, metadata)
+    for key in HISTORY_MAPS:
+        known = _mapping((parent or {}).get(key))
+        came_by_folding = set(folded.get(key) or ())
+        for name, value in _mapping(metadata.get(key)).items():
+            if name not in came_by_folding and (name not in known or known[name] != value):
+                return True
+    return False
+
+
+def tagged(
+    metadata: Metadata, checkpoint_id: str, kind: str, parent: Metadata
+) -> dict[str, Any]:
+    """Return ``metadata`` marked as a metadata-only checkpoint's, with what it adds to ``parent``."""
+    added = added_names(metadata, parent)
+    return {**metadata, MARK: {"kind": kind, "id": checkpoint_id, "added": added}}
+
+
+def folded_into(
+    parent: Metadata, parent_id: str, leaf: Metadata, leaf_id: str
+) -> dict[str, Any]:
+    """Return ``parent`` with everything that ``leaf`` itself recorded, and with its id remembered.
+
+    Raises nothing and changes neither argument. What other leaves folded into ``parent`` stays.
+    """
+    added = _own_names(leaf, leaf_id, parent)
+    merged = dict(parent)
+    for key, names in added.items():
+        if names is None:
+            merged[key] = leaf[key]
+        else:
+            merged[key] = {**_mapping(parent.get(key)), **{n: leaf[key][n] for n in names}}
+    durations = _legacy_durations(leaf)
+    if durations:
+        merged["run_durations"] = {**durations, **_mapping(merged.get("run_durations"))}
+        added = _union(added, {"run_durations": list(durations)})
+    merged[MARK] = _marked_as_folded(parent, parent_id, leaf, leaf_id, added)
+    return merged
+
+
+def reclaimed_ids(checkpoint_id: str, metadata: Metadata) -> list[str]:
+    """List the reclaimed checkpoints whose state ``checkpoint_id`` holds."""
+    mark = _mapping(metadata.get(MARK))
+    if _mapping(mark.get("folded")).get("id") != checkpoint_id:
+        return []
+    return [i for i in mark.get("reclaimed") or () if isinstance(i, str)]
+
+
+def _own_names(leaf: Metadata, leaf_id: str, parent: Metadata) -> Names:
+    mark = _mapping(leaf.get(MARK))
+    if mark.get("id") != leaf_id or not isinstance(mark.get("added"), Mapping):
+        return added_names(leaf, parent)
+    names: Names = {}
+    for key, added in mark["added"].items():
+        if key not in leaf:
+            continue
+        if added is None or not isinstance(leaf[key], Mapping):
+            names[key] = None
+        else:
+            names[key] = [n for n in added if n in leaf[key]]
+    return names
+
+
+def _marked_as_folded(
+    parent: Metadata, parent_id: str, leaf: Metadata, leaf_id: str, added: Names
+) -> dict[str, Any]:
+    mark = dict(_mapping(parent.get(MARK)))
+    if kind_of(parent_id, parent) is not None:
+        # The target is a leaf itself: what it was given leaves with it.
+        mark["added"] = _union(_mapping(mark.get("added")), added)
+    else:
+        for key in ("kind", "id", "added"):
+            mark.pop(key, None)
+    entries = _union(_folded_names(parent_id, parent), added)
+    gone = [*reclaimed_ids(parent_id, parent), *reclaimed_ids(leaf_id, leaf), leaf_id]
+    mark["folded"] = {"id": parent_id, "entries": entries}
+    mark["reclaimed"] = list(dict.fromkeys(gone))[-RECLAIMED_KEPT:]
+    return mark
+
+
+def _folded_names(checkpoint_id: str, metadata: Metadata) -> Names:
+    folded = _mapping(_mapping(metadata.get(MARK)).get("folded"))
+    if folded.get("id") != checkpoint_id:
+        return {}
+    return dict(_mapping(folded.get("entries")))
+
+
+def _union(one: Mapping[str, Iterable[str] | None], other: Names) -> Names:
+    names: Names = {k: None if v is None else list(v) for k, v in one.items()}
+    for key, added in other.items():
+        known = names.get(key)
+        if added is None or key in names and known is None:
+            names[key] = None
+        else:
+            names[key] = list(dict.fromkeys([*(known or ()), *added]))
+    return names
+
+
+def _legacy_durations(leaf: Metadata) -> dict[str, Any]:
+    payload = _mapping(_mapping(leaf.get("writes")).get(LEGACY_MARKER))
+    if "run_id" in payload and "duration" in payload:
+        return {str(payload["run_id"]): payload["duration"]}
+    return {k: v for k, v in payload.items() if isinstance(v, (int, float))}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
