@@ -68,6 +68,13 @@ class DeleteFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinFailed(Event):
+    """The pin registry failed; the run goes on, and its resume target may expire early."""
+
+    error_type: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Readdressed(Event):
     """``count`` rows that were written for a reclaimed leaf now belong to ``parent_id``."""
 
@@ -87,7 +94,7 @@ Hook = Callable[[Event], None]
 
 def log_hook(event: Event) -> None:
     """Write an event to the logger ``retaining_saver``: failures as warnings, the rest as debug."""
-    level = logging.WARNING if isinstance(event, (CacheFailed, DeleteFailed)) else logging.DEBUG
+    level = logging.WARNING if isinstance(event, (CacheFailed, DeleteFailed, PinFailed)) else logging.DEBUG
     if logger.isEnabledFor(level):
         shown = " ".join(f"{f.name}={getattr(event, f.name)}" for f in fields(event))
         logger.log(level, "%s %s", type(event).__name__, shown)
