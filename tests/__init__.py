@@ -1,0 +1,1 @@
+"""The tests of retaining-saver, and what they share in ``tests.support``."""

@@ -1,0 +1,1 @@
+"""What the tests share: real savers, real leaves, real graphs, real servers."""
