@@ -50,3 +50,7 @@ class UnsupportedSaverError(RetainingSaverError, TypeError, NotImplementedError)
 
 class PlanRefused(RetainingSaverError):
     """A plan could not be applied because the thread kept changing or is broken."""
+
+
+class PinsFullError(RetainingSaverError):
+    """A pin registry is full of live pins and would have to break a promise to take another."""
