@@ -1,0 +1,624 @@
+"""The rows of ``PostgresSaver`` and ``AsyncPostgresSaver``.
+
+One class, ``PostgresBackend``, serves both: register it for
+``langgraph.checkpoint.postgres.PostgresSaver`` and
+``langgraph.checkpoint.postgres.aio.AsyncPostgresSaver``.
+
+What is done stands in generators of statements: they yield ``(sql, parameters)``, are sent
+the rows, and return the result. How it is done, blocking or awaiting, on a connection, a pipeline
+or a pool, stands in the two sessions. Tables are found by the connection's ``search_path``.
+
+Row locks are taken in the order of checkpoint ids, everywhere, so that two workers cannot wait for
+each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar, cast
+
+from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
+from langgraph.checkpoint.postgres import PostgresSaver
+from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg.rows import tuple_row
+from psycopg.types.json import Jsonb
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from retaining_saver.backends.base import (
+    NEIGHBOURS,
+    Movable,
+    ReclaimOutcome,
+    Row,
+    Surroundings,
+)
+from retaining_saver.backends.moves import mismatch, planned_moves, rescued_task_id
+from retaining_saver.folds import MARK, folded_into, reclaimed_ids
+from retaining_saver.records import Ref
+
+T = TypeVar("T")
+Parameters = Mapping[str, Any]
+Rows = Sequence[tuple[Any, ...]]
+Statements = Generator[tuple[str, Parameters], Rows, T]
+
+_TASKS = "__pregel_tasks"
+
+# A value in these channels makes a node run next. Seen on langgraph 1.2 with Postgres saver 3.2:
+# - stopped by interrupt_before, interrupt_after, interrupt() or an error: `branch:to:x` is inline
+#   in the checkpoint as JSON null, with a blob instead where the node is deferred;
+# - input that was not consumed yet: `__start__` has a blob, or is inline if it is a scalar;
+# - at rest: `__start__` and `branch:to:x` are still versioned, but no value is stored, neither
+#   inline nor as a blob. (Older savers stored a blob of the type "empty" there.)
+# - `__pregel_tasks` is different: once a graph has used Send, the channel has a blob at rest too,
+#   of an empty list. So its value decides, not its presence.
+# - written before checkpoint format 4: the sends are writes on the parent.
+_DUE_CHANNEL = "__start__"
+_DUE_PREFIX = "branch:to:"
+_EMPTY_LISTS = {("msgpack", b"\x90"), ("json", b"[]")}
+
+# An empty list stays far below this, also encrypted; a longer value need not be read to be known.
+_EMPTY_LIST_BYTES = 256
+
+_ROW = f"""
+SELECT c.checkpoint_id, c.parent_checkpoint_id, c.metadata::text,
+    (c.checkpoint - '{{id,ts}}'::text[])::text,
+    EXISTS (
+        SELECT 1 FROM jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
+        CROSS JOIN LATERAL (
+            SELECT b.type FROM checkpoint_blobs AS b
+            WHERE b.thread_id = c.thread_id AND b.checkpoint_ns = c.checkpoint_ns
+            AND b.channel = v.key AND b.version = v.value
+            LIMIT 1
+        ) AS stored
+        WHERE (v.key = '{_DUE_CHANNEL}' OR starts_with(v.key, '{_DUE_PREFIX}'))
+        AND stored.type <> 'empty'
+    ) OR CASE WHEN (c.checkpoint ->> 'v')::int < 4 THEN EXISTS (
+        SELECT 1 FROM checkpoint_writes AS w
+        WHERE w.thread_id = c.thread_id AND w.checkpoint_ns = c.checkpoint_ns
+        AND w.checkpoint_id = c.parent_checkpoint_id AND w.channel = '{_TASKS}'
+    ) ELSE false END,
+    tasks.type, tasks.blob
+FROM checkpoints AS c
+LEFT JOIN LATERAL (
+    SELECT b.type,
+        CASE WHEN octet_length(b.blob) <= {_EMPTY_LIST_BYTES} THEN b.blob END AS blob
+    FROM checkpoint_blobs AS b
+    WHERE b.thread_id = c.thread_id AND b.checkpoint_ns = c.checkpoint_ns
+    AND b.channel = '{_TASKS}'
+    AND b.version = c.checkpoint -> 'channel_versions' ->> '{_TASKS}'
+    LIMIT 1
+) AS tasks ON true
+WHERE c.thread_id = %(thread)s AND c.checkpoint_ns = %(ns)s
+"""
+_ROW_BY_ID = f"{_ROW} AND c.checkpoint_id = %(id)s"
+_ROW_OF_HEAD = f"{_ROW} ORDER BY c.checkpoint_id DESC LIMIT 1"
+
+_IN_NAMESPACE = "thread_id = %(thread)s AND checkpoint_ns = %(ns)s"
+
+_EXISTS = f"""
+SELECT EXISTS (
+    SELECT 1 FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+)
+"""
+_HAS_CHECKPOINTS = "SELECT EXISTS (SELECT 1 FROM checkpoints WHERE thread_id = %(thread)s)"
+_HAS_WRITES = f"""
+SELECT EXISTS (
+    SELECT 1 FROM checkpoint_writes WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+)
+"""
+_SURROUNDINGS = f"""
+SELECT EXISTS (
+    SELECT 1 FROM checkpoint_writes WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+), EXISTS (
+    SELECT 1 FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id > %(id)s
+    AND checkpoint_id IS DISTINCT FROM %(but)s::text
+)
+"""
+
+# The few rows next to an id, found by two short walks of the primary key.
+_NEIGHBOURS = f"""(
+    (SELECT * FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id > %(id)s
+    ORDER BY checkpoint_id LIMIT {NEIGHBOURS})
+    UNION ALL
+    (SELECT * FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id < %(id)s
+    ORDER BY checkpoint_id DESC LIMIT {NEIGHBOURS})
+)"""
+
+_RECLAIMED_INTO = f"""
+SELECT checkpoint_id, jsonb_build_object(%(mark)s::text, metadata -> %(mark)s)::text
+FROM {_NEIGHBOURS} AS near
+WHERE metadata -> %(mark)s -> 'reclaimed' ? %(id)s
+"""
+
+# The order is that of the whole module: see there.
+_LOCK = f"""
+SELECT checkpoint_id, metadata::text FROM checkpoints
+WHERE {_IN_NAMESPACE} AND checkpoint_id = ANY(%(ids)s)
+ORDER BY checkpoint_id
+FOR UPDATE
+"""
+_SET_METADATA = f"""
+UPDATE checkpoints SET metadata = %(metadata)s
+WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+RETURNING 1
+"""
+
+# The proof. Each condition is what must not hold, and stands in the deleting statement as well as
+# in the one that finds out which of them did. `l` is the leaf's row, `p` the parent's.
+_SUPERSEDED = f"""(
+    (%(only_head)s AND EXISTS (
+        SELECT 1 FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id > %(id)s
+    )) OR EXISTS (
+        SELECT 1 FROM {_NEIGHBOURS} AS near WHERE near.parent_checkpoint_id = %(id)s
+    )
+)"""
+_HELD_BY_WRITES = f"""(
+    EXISTS (
+        SELECT 1 FROM checkpoint_writes WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+        AND task_id <> ALL(%(movable)s::text[])
+    ) OR (cardinality(%(movable)s::text[]) > 0 AND EXISTS (
+        SELECT 1 FROM checkpoint_writes WHERE {_IN_NAMESPACE} AND checkpoint_id = %(parent)s
+    ))
+)"""
+_DIFFERENT = """(
+    (l.checkpoint - '{id,ts}'::text[]) <> (p.checkpoint - '{id,ts}'::text[])
+    OR (l.checkpoint - '{id,ts}'::text[]) <> %(body)s
+)"""
+_LEAF_AND_PARENT = """
+l.thread_id = %(thread)s AND l.checkpoint_ns = %(ns)s AND l.checkpoint_id = %(id)s
+AND p.thread_id = %(thread)s AND p.checkpoint_ns = %(ns)s AND p.checkpoint_id = %(parent)s
+"""
+_DELETE_LEAF = f"""
+DELETE FROM checkpoints AS l USING checkpoints AS p
+WHERE {_LEAF_AND_PARENT} AND l.parent_checkpoint_id = p.checkpoint_id
+AND NOT {_SUPERSEDED} AND NOT {_HELD_BY_WRITES} AND NOT {_DIFFERENT}
+RETURNING 1
+"""
+_WHY_NOT = f"""
+SELECT {_SUPERSEDED}, {_HELD_BY_WRITES}, {_DIFFERENT}
+FROM checkpoints AS l CROSS JOIN checkpoints AS p WHERE {_LEAF_AND_PARENT}
+"""
+
+_TASK_IDS = f"""
+SELECT DISTINCT task_id FROM checkpoint_writes
+WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+"""
+
+# One statement takes the rows away and puts them down, so that a write that arrives meanwhile is
+# either moved or left where it is. Where the parent has the row already, it was moved before.
+_MOVE_WRITES = f"""
+WITH moves AS (
+    SELECT * FROM unnest(%(from)s::text[], %(to)s::text[]) AS m (was, becomes)
+), gone AS (
+    DELETE FROM checkpoint_writes AS w USING moves
+    WHERE w.thread_id = %(thread)s AND w.checkpoint_ns = %(ns)s AND w.checkpoint_id = %(id)s
+    AND w.task_id = moves.was
+    RETURNING moves.becomes, w.task_path, w.idx, w.channel, w.type, w.blob
+), kept AS (
+    INSERT INTO checkpoint_writes
+        (thread_id, checkpoint_ns, checkpoint_id, task_id, task_path, idx, channel, type, blob)
+    SELECT %(thread)s, %(ns)s, %(parent)s, becomes, task_path, idx, channel, type, blob
+    FROM gone
+    ON CONFLICT (thread_id, checkpoint_ns, checkpoint_id, task_id, idx) DO NOTHING
+)
+SELECT count(*) FROM gone
+"""
+
+_LEFT_BEHIND = f"""
+SELECT (EXISTS (
+    SELECT 1 FROM checkpoint_writes WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+) OR EXISTS (
+    SELECT 1 FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id > %(id)s
+    AND parent_checkpoint_id = %(id)s
+)) AND NOT EXISTS (
+    SELECT 1 FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+)
+"""
+_MOVE_CHILDREN = f"""
+WITH children AS (
+    UPDATE checkpoints SET parent_checkpoint_id = %(parent)s
+    WHERE {_IN_NAMESPACE} AND checkpoint_id > %(id)s AND parent_checkpoint_id = %(id)s
+    RETURNING 1
+)
+SELECT count(*) FROM children
+"""
+
+
+class PostgresBackend:
+    """Reach the rows of a Postgres saver; see ``Backend`` for what each method promises.
+
+    A refused ``reclaim`` rolls back its own savepoint or transaction. Under REPEATABLE READ and
+    SERIALIZABLE the server may refuse instead of wait: that ``SerializationFailure`` passes
+    through, and nothing was changed.
+    """
+
+    def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
+        self._saver = saver
+        self._session: _Session = (
+            _AwaitingSession(saver)
+            if isinstance(saver, AsyncPostgresSaver)
+            else _BlockingSession(cast(PostgresSaver, saver))
+        )
+
+    def row(self, ref: Ref) -> Row | None:
+        return self._session.read(_row(ref, self._holds_tasks))
+
+    async def arow(self, ref: Ref) -> Row | None:
+        return await self._session.aread(_row(ref, self._holds_tasks))
+
+    def has_writes(self, ref: Ref) -> bool:
+        return self._session.read(_answer(_HAS_WRITES, _named(ref)))
+
+    async def ahas_writes(self, ref: Ref) -> bool:
+        return await self._session.aread(_answer(_HAS_WRITES, _named(ref)))
+
+    def surroundings(self, ref: Ref, *, but: str | None = None) -> Surroundings:
+        return self._session.read(_surroundings(ref, but))
+
+    async def asurroundings(self, ref: Ref, *, but: str | None = None) -> Surroundings:
+        return await self._session.aread(_surroundings(ref, but))
+
+    def exists(self, ref: Ref) -> bool:
+        return self._session.read(_answer(_EXISTS, _named(ref)))
+
+    async def aexists(self, ref: Ref) -> bool:
+        return await self._session.aread(_answer(_EXISTS, _named(ref)))
+
+    def has_checkpoints(self, thread_id: str) -> bool:
+        return self._session.read(_answer(_HAS_CHECKPOINTS, {"thread": thread_id}))
+
+    async def ahas_checkpoints(self, thread_id: str) -> bool:
+        return await self._session.aread(_answer(_HAS_CHECKPOINTS, {"thread": thread_id}))
+
+    def reclaimed_into(self, ref: Ref) -> str | None:
+        return self._session.read(_reclaimed_into(ref))
+
+    async def areclaimed_into(self, ref: Ref) -> str | None:
+        return await self._session.aread(_reclaimed_into(ref))
+
+    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:
+        return True
+
+    def fold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+        return self._session.write(_fold(target, leaf_id, metadata))
+
+    async def afold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+        return await self._session.awrite(_fold(target, leaf_id, metadata))
+
+    def reclaim(
+        self,
+        thread_id: str,
+        checkpoint_ns: str,
+        leaf: Row,
+        parent: Row,
+        *,
+        only_head: bool = True,
+        movable: Movable = Movable(),
+    ) -> ReclaimOutcome:
+        ref = Ref(thread_id, checkpoint_ns, leaf.checkpoint_id)
+        return self._session.write(_reclaim(ref, leaf, parent, only_head, movable))
+
+    async def areclaim(
+        self,
+        thread_id: str,
+        checkpoint_ns: str,
+        leaf: Row,
+        parent: Row,
+        *,
+        only_head: bool = True,
+        movable: Movable = Movable(),
+    ) -> ReclaimOutcome:
+        ref = Ref(thread_id, checkpoint_ns, leaf.checkpoint_id)
+        return await self._session.awrite(_reclaim(ref, leaf, parent, only_head, movable))
+
+    def rescue(self, leaf: Ref, parent_id: str) -> int:
+        # Looked at without a transaction first: there is seldom anything, and nothing is locked.
+        if not self._session.read(_answer(_LEFT_BEHIND, _named(leaf))):
+            return 0
+        return self._session.write(_rescue(leaf, parent_id))
+
+    async def arescue(self, leaf: Ref, parent_id: str) -> int:
+        if not await self._session.aread(_answer(_LEFT_BEHIND, _named(leaf))):
+            return 0
+        return await self._session.awrite(_rescue(leaf, parent_id))
+
+    def _holds_tasks(self, type_: str | None, blob: bytes | None) -> bool:
+        """Tell whether a value of the channel of sends is anything but an empty list.
+
+        A cipher of the saver's is used, a class never: a value that stays opaque counts as sends.
+        """
+        if type_ is None or type_ == "empty":
+            return False
+        if blob is None:
+            return True
+        type_, _, cipher_name = type_.partition("+")
+        if cipher_name:
+            cipher = getattr(self._saver.serde, "cipher", None)
+            if cipher is None:
+                return True
+            blob = cipher.decrypt(cipher_name, blob)
+        return (type_, blob) not in _EMPTY_LISTS
+
+
+def _named(ref: Ref) -> dict[str, Any]:
+    return {"thread": ref.thread_id, "ns": ref.checkpoint_ns, "id": ref.checkpoint_id}
+
+
+def _answer(sql: str, parameters: Parameters) -> Statements[bool]:
+    rows = yield sql, parameters
+    return bool(rows[0][0])
+
+
+def _row(
+    ref: Ref, holds_tasks: Callable[[str | None, bytes | None], bool]
+) -> Statements[Row | None]:
+    rows = yield _ROW_OF_HEAD if ref.checkpoint_id is None else _ROW_BY_ID, _named(ref)
+    if not rows:
+        return None
+    checkpoint_id, parent_id, metadata, text, due, tasks_type, tasks = rows[0]
+    body = json.loads(text)
+    inline = body.get("channel_values") or {}
+    return Row(
+        checkpoint_id,
+        # The savers read an empty parent id as none.
+        parent_id or None,
+        json.loads(metadata),
+        body,
+        due or any(_is_due(channel) for channel in inline) or holds_tasks(tasks_type, tasks),
+    )
+
+
+def _is_due(channel: str) -> bool:
+    return channel in (_DUE_CHANNEL, _TASKS) or channel.startswith(_DUE_PREFIX)
+
+
+def _surroundings(ref: Ref, but: str | None) -> Statements[Surroundings]:
+    rows = yield _SURROUNDINGS, {**_named(ref), "but": but}
+    return Surroundings(*rows[0])
+
+
+def _reclaimed_into(ref: Ref) -> Statements[str | None]:
+    rows = yield _RECLAIMED_INTO, {**_named(ref), "mark": MARK}
+    for checkpoint_id, mark in rows:
+        if ref.checkpoint_id in reclaimed_ids(checkpoint_id, json.loads(mark)):
+            return str(checkpoint_id)
+    return None
+
+
+def _locked(ref: Ref, *ids: str) -> Statements[dict[str, dict[str, Any]]]:
+    """Lock checkpoints and return the metadata of those that are stored, by id."""
+    rows = yield _LOCK, {**_named(ref), "ids": list(ids)}
+    return {checkpoint_id: json.loads(metadata) for checkpoint_id, metadata in rows}
+
+
+def _fold(target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> Statements[bool]:
+    assert target.checkpoint_id is not None
+    stored = yield from _locked(target, target.checkpoint_id)
+    if not stored:
+        return False
+    yield from _fold_into(target, stored[target.checkpoint_id], leaf_id, metadata)
+    return True
+
+
+def _fold_into(
+    target: Ref, stored: Mapping[str, Any], leaf_id: str, metadata: Mapping[str, Any]
+) -> Statements[None]:
+    assert target.checkpoint_id is not None
+    folded = folded_into(stored, target.checkpoint_id, metadata, leaf_id)
+    # Our own dumps: the user may have given the connection others.
+    yield _SET_METADATA, {**_named(target), "metadata": Jsonb(folded, dumps=json.dumps)}
+
+
+def _reclaim(
+    ref: Ref, leaf: Row, parent: Row, only_head: bool, movable: Movable
+) -> Statements[ReclaimOutcome]:
+    """Lock, delete on condition, move, fold. The locks come first, in a statement of their own:
+
+    the deleting statement then starts with no row to wait for, and sees all that was committed
+    up to then.
+    """
+    if read := mismatch(leaf, parent):
+        raise _Undo(read)
+    leaf_id, parent_id = leaf.checkpoint_id, parent.checkpoint_id
+    stored = yield from _locked(ref, leaf_id, parent_id)
+    if parent_id not in stored:
+        raise _Undo("parent_missing")
+    if leaf_id not in stored:
+        raise _Undo("superseded")
+    moves = yield from _moves(ref, parent_id, movable)
+    proof = {
+        **_named(ref),
+        "parent": parent_id,
+        "only_head": only_head,
+        "movable": list(moves),
+        "body": Jsonb(dict(leaf.body), dumps=json.dumps),
+    }
+    deleted = yield _DELETE_LEAF, proof
+    if not deleted:
+        raise _Undo(_refusal((yield _WHY_NOT, proof)))
+    yield from _move_writes(ref, parent_id, moves)
+    yield from _fold_into(ref.at(parent_id), stored[parent_id], leaf_id, stored[leaf_id])
+    return "reclaimed"
+
+
+def _refusal(flags: Rows) -> ReclaimOutcome:
+    superseded, held_by_writes, different = flags[0]
+    if not superseded and held_by_writes:
+        return "has_writes"
+    if not superseded and different:
+        return "versions_differ"
+    # Also where the leaf has another parent by now.
+    return "superseded"
+
+
+def _moves(ref: Ref, parent_id: str, movable: Movable) -> Statements[dict[str, str]]:
+    """Say under which task id each write on ``ref`` may move; empty if one may not."""
+    if movable == Movable():
+        return {}
+    rows = yield _TASK_IDS, _named(ref)
+    assert ref.checkpoint_id is not None
+    return planned_moves((row[0] for row in rows), ref.checkpoint_id, parent_id, movable)
+
+
+def _move_writes(ref: Ref, parent_id: str, moves: Mapping[str, str]) -> Statements[int]:
+    if not moves:
+        return 0
+    rows = yield (
+        _MOVE_WRITES,
+        {**_named(ref), "parent": parent_id, "from": list(moves), "to": list(moves.values())},
+    )
+    return int(rows[0][0])
+
+
+def _rescue(leaf: Ref, parent_id: str) -> Statements[int]:
+    assert leaf.checkpoint_id is not None
+    stored = yield from _locked(leaf, leaf.checkpoint_id, parent_id)
+    if list(stored) != [parent_id]:
+        raise _Undo(0)
+    children = yield _MOVE_CHILDREN, {**_named(leaf), "parent": parent_id}
+    rows = yield _TASK_IDS, _named(leaf)
+    leaf_id = leaf.checkpoint_id
+    moves = {row[0]: rescued_task_id(row[0], leaf_id, parent_id) for row in rows}
+    writes = yield from _move_writes(leaf, parent_id, moves)
+    return int(children[0][0]) + writes
+
+
+class _Undo(Exception):
+    """Ends a transaction without effect; carries the operation's result out of it."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(result)
+        self.result = result
+
+
+class _Session(Protocol):
+    """Run statements on a saver's connection. ``write`` is one transaction, or a savepoint in the user's."""
+
+    def read(self, statements: Statements[T]) -> T: ...
+    async def aread(self, statements: Statements[T]) -> T: ...
+    def write(self, statements: Statements[T]) -> T: ...
+    async def awrite(self, statements: Statements[T]) -> T: ...
+
+
+class _BlockingSession:
+    def __init__(self, saver: PostgresSaver) -> None:
+        self._saver = saver
+
+    def read(self, statements: Statements[T]) -> T:
+        with self._connection() as connection:
+            with nullcontext() if _ends_by_itself(connection) else connection.transaction():
+                return _execute(connection, statements)
+
+    async def aread(self, statements: Statements[T]) -> T:
+        return await asyncio.to_thread(self.read, statements)
+
+    def write(self, statements: Statements[T]) -> T:
+        try:
+            with self._connection() as connection, connection.transaction():
+                return _execute(connection, statements)
+        except _Undo as undo:
+            return cast(T, undo.result)
+
+    async def awrite(self, statements: Statements[T]) -> T:
+        return await asyncio.to_thread(self.write, statements)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection[Any]]:
+        if isinstance(self._saver.conn, ConnectionPool):
+            with self._saver.conn.connection() as connection:
+                yield connection
+            return
+        with self._saver.lock:
+            if self._saver.pipe:
+                # Else our transaction would take in what was sent since the last sync.
+                self._saver.pipe.sync()
+            yield self._saver.conn
+
+
+class _AwaitingSession:
+    def __init__(self, saver: AsyncPostgresSaver) -> None:
+        self._saver = saver
+
+    def read(self, statements: Statements[T]) -> T:
+        self._refuse_own_loop()
+        return asyncio.run_coroutine_threadsafe(self.aread(statements), self._saver.loop).result()
+
+    async def aread(self, statements: Statements[T]) -> T:
+        async with self._connection() as connection:
+            alone = _ends_by_itself(connection)
+            async with _nothing() if alone else connection.transaction():
+                return await _aexecute(connection, statements)
+
+    def write(self, statements: Statements[T]) -> T:
+        self._refuse_own_loop()
+        return asyncio.run_coroutine_threadsafe(self.awrite(statements), self._saver.loop).result()
+
+    async def awrite(self, statements: Statements[T]) -> T:
+        try:
+            async with self._connection() as connection, connection.transaction():
+                return await _aexecute(connection, statements)
+        except _Undo as undo:
+            return cast(T, undo.result)
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+        if isinstance(self._saver.conn, AsyncConnectionPool):
+            async with self._saver.conn.connection() as connection:
+                yield connection
+            return
+        async with self._saver.lock:
+            if self._saver.pipe:
+                await self._saver.pipe.sync()
+            yield self._saver.conn
+
+    def _refuse_own_loop(self) -> None:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if running is self._saver.loop:
+            raise asyncio.InvalidStateError(
+                "A blocking method was called on an AsyncPostgresSaver from its own event loop, "
+                "which would wait for itself. Await the method with the prefix 'a' instead, or "
+                "call from another thread."
+            )
+
+
+def _nothing() -> AbstractAsyncContextManager[None]:
+    return nullcontext()
+
+
+def _ends_by_itself(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Tell whether a single statement neither joins nor leaves open a transaction."""
+    return (
+        connection.autocommit
+        and connection.info.transaction_status == TransactionStatus.IDLE
+        and connection.info.pipeline_status == PipelineStatus.OFF
+    )
+
+
+# Unprepared, because a pooler may give the next statement another server connection.
+def _execute(connection: Connection[Any], statements: Statements[T]) -> T:
+    with connection.cursor(row_factory=tuple_row) as cursor:
+        try:
+            sql, parameters = next(statements)
+            while True:
+                cursor.execute(sql, parameters, prepare=False)
+                sql, parameters = statements.send(cursor.fetchall())
+        except StopIteration as done:
+            return cast(T, done.value)
+
+
+async def _aexecute(connection: AsyncConnection[Any], statements: Statements[T]) -> T:
+    async with connection.cursor(row_factory=tuple_row) as cursor:
+        try:
+            sql, parameters = next(statements)
+            while True:
+                await cursor.execute(sql, parameters, prepare=False)
+                sql, parameters = statements.send(await cursor.fetchall())
+        except StopIteration as done:
+            return cast(T, done.value)
