@@ -4,9 +4,8 @@ One class, ``PostgresBackend``, serves both: register it for
 ``langgraph.checkpoint.postgres.PostgresSaver`` and
 ``langgraph.checkpoint.postgres.aio.AsyncPostgresSaver``.
 
-What is done stands in generators of statements: they yield ``(sql, parameters)``, are sent
-the rows, and return the result. How it is done, blocking or awaiting, on a connection, a pipeline
-or a pool, stands in the two sessions. Tables are found by the connection's ``search_path``.
+What is done stands here, in generators of statements that both faces share; how statements are
+run, in ``postgres_sessions``. Tables are found by the connection's ``search_path``.
 
 Row locks are taken in the order of checkpoint ids, everywhere, so that two workers cannot wait for
 each other.
@@ -14,20 +13,12 @@ each other.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
-from langgraph.checkpoint.postgres import PostgresSaver
-from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
-from psycopg.pq import PipelineStatus, TransactionStatus
-from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from retaining_saver.backends.base import (
     NEIGHBOURS,
@@ -37,13 +28,15 @@ from retaining_saver.backends.base import (
     Surroundings,
 )
 from retaining_saver.backends.moves import mismatch, planned_moves, rescued_task_id
+from retaining_saver.backends.postgres_sessions import (
+    Parameters,
+    Rows,
+    Statements,
+    Undo,
+    session,
+)
 from retaining_saver.folds import MARK, folded_into, reclaimed_ids
 from retaining_saver.records import Ref
-
-T = TypeVar("T")
-Parameters = Mapping[str, Any]
-Rows = Sequence[tuple[Any, ...]]
-Statements = Generator[tuple[str, Parameters], Rows, T]
 
 _TASKS = "__pregel_tasks"
 
@@ -148,7 +141,8 @@ RETURNING 1
 """
 
 # The proof. Each condition is what must not hold, and stands in the deleting statement as well as
-# in the one that finds out which of them did. `l` is the leaf's row, `p` the parent's.
+# in the one that finds out which of them did. `l` is the leaf's row, `p` the parent's. The two are
+# compared as text: as jsonb, 1 and 1.0 would be equal, and they are different states.
 _SUPERSEDED = f"""(
     (%(only_head)s AND EXISTS (
         SELECT 1 FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id > %(id)s
@@ -165,7 +159,7 @@ _HELD_BY_WRITES = f"""(
     ))
 )"""
 _DIFFERENT = """(
-    (l.checkpoint - '{id,ts}'::text[]) <> (p.checkpoint - '{id,ts}'::text[])
+    (l.checkpoint - '{id,ts}'::text[])::text <> (p.checkpoint - '{id,ts}'::text[])::text
     OR (l.checkpoint - '{id,ts}'::text[]) <> %(body)s
 )"""
 _LEAF_AND_PARENT = """
@@ -190,7 +184,7 @@ WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
 
 # One statement takes the rows away and puts them down, so that a write that arrives meanwhile is
 # either moved or left where it is. Where the parent has the row already, it was moved before.
-_MOVE_WRITES = f"""
+_MOVE_WRITES = """
 WITH moves AS (
     SELECT * FROM unnest(%(from)s::text[], %(to)s::text[]) AS m (was, becomes)
 ), gone AS (
@@ -238,11 +232,7 @@ class PostgresBackend:
 
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._saver = saver
-        self._session: _Session = (
-            _AwaitingSession(saver)
-            if isinstance(saver, AsyncPostgresSaver)
-            else _BlockingSession(cast(PostgresSaver, saver))
-        )
+        self._session = session(saver)
 
     def row(self, ref: Ref) -> Row | None:
         return self._session.read(_row(ref, self._holds_tasks))
@@ -422,13 +412,13 @@ def _reclaim(
     up to then.
     """
     if read := mismatch(leaf, parent):
-        raise _Undo(read)
+        raise Undo(read)
     leaf_id, parent_id = leaf.checkpoint_id, parent.checkpoint_id
     stored = yield from _locked(ref, leaf_id, parent_id)
     if parent_id not in stored:
-        raise _Undo("parent_missing")
+        raise Undo("parent_missing")
     if leaf_id not in stored:
-        raise _Undo("superseded")
+        raise Undo("superseded")
     moves = yield from _moves(ref, parent_id, movable)
     proof = {
         **_named(ref),
@@ -439,7 +429,7 @@ def _reclaim(
     }
     deleted = yield _DELETE_LEAF, proof
     if not deleted:
-        raise _Undo(_refusal((yield _WHY_NOT, proof)))
+        raise Undo(_refusal((yield _WHY_NOT, proof)))
     yield from _move_writes(ref, parent_id, moves)
     yield from _fold_into(ref.at(parent_id), stored[parent_id], leaf_id, stored[leaf_id])
     return "reclaimed"
@@ -478,147 +468,10 @@ def _rescue(leaf: Ref, parent_id: str) -> Statements[int]:
     assert leaf.checkpoint_id is not None
     stored = yield from _locked(leaf, leaf.checkpoint_id, parent_id)
     if list(stored) != [parent_id]:
-        raise _Undo(0)
+        raise Undo(0)
     children = yield _MOVE_CHILDREN, {**_named(leaf), "parent": parent_id}
     rows = yield _TASK_IDS, _named(leaf)
     leaf_id = leaf.checkpoint_id
     moves = {row[0]: rescued_task_id(row[0], leaf_id, parent_id) for row in rows}
     writes = yield from _move_writes(leaf, parent_id, moves)
     return int(children[0][0]) + writes
-
-
-class _Undo(Exception):
-    """Ends a transaction without effect; carries the operation's result out of it."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__(result)
-        self.result = result
-
-
-class _Session(Protocol):
-    """Run statements on a saver's connection. ``write`` is one transaction, or a savepoint in the user's."""
-
-    def read(self, statements: Statements[T]) -> T: ...
-    async def aread(self, statements: Statements[T]) -> T: ...
-    def write(self, statements: Statements[T]) -> T: ...
-    async def awrite(self, statements: Statements[T]) -> T: ...
-
-
-class _BlockingSession:
-    def __init__(self, saver: PostgresSaver) -> None:
-        self._saver = saver
-
-    def read(self, statements: Statements[T]) -> T:
-        with self._connection() as connection:
-            with nullcontext() if _ends_by_itself(connection) else connection.transaction():
-                return _execute(connection, statements)
-
-    async def aread(self, statements: Statements[T]) -> T:
-        return await asyncio.to_thread(self.read, statements)
-
-    def write(self, statements: Statements[T]) -> T:
-        try:
-            with self._connection() as connection, connection.transaction():
-                return _execute(connection, statements)
-        except _Undo as undo:
-            return cast(T, undo.result)
-
-    async def awrite(self, statements: Statements[T]) -> T:
-        return await asyncio.to_thread(self.write, statements)
-
-    @contextmanager
-    def _connection(self) -> Iterator[Connection[Any]]:
-        if isinstance(self._saver.conn, ConnectionPool):
-            with self._saver.conn.connection() as connection:
-                yield connection
-            return
-        with self._saver.lock:
-            if self._saver.pipe:
-                # Else our transaction would take in what was sent since the last sync.
-                self._saver.pipe.sync()
-            yield self._saver.conn
-
-
-class _AwaitingSession:
-    def __init__(self, saver: AsyncPostgresSaver) -> None:
-        self._saver = saver
-
-    def read(self, statements: Statements[T]) -> T:
-        self._refuse_own_loop()
-        return asyncio.run_coroutine_threadsafe(self.aread(statements), self._saver.loop).result()
-
-    async def aread(self, statements: Statements[T]) -> T:
-        async with self._connection() as connection:
-            alone = _ends_by_itself(connection)
-            async with _nothing() if alone else connection.transaction():
-                return await _aexecute(connection, statements)
-
-    def write(self, statements: Statements[T]) -> T:
-        self._refuse_own_loop()
-        return asyncio.run_coroutine_threadsafe(self.awrite(statements), self._saver.loop).result()
-
-    async def awrite(self, statements: Statements[T]) -> T:
-        try:
-            async with self._connection() as connection, connection.transaction():
-                return await _aexecute(connection, statements)
-        except _Undo as undo:
-            return cast(T, undo.result)
-
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[AsyncConnection[Any]]:
-        if isinstance(self._saver.conn, AsyncConnectionPool):
-            async with self._saver.conn.connection() as connection:
-                yield connection
-            return
-        async with self._saver.lock:
-            if self._saver.pipe:
-                await self._saver.pipe.sync()
-            yield self._saver.conn
-
-    def _refuse_own_loop(self) -> None:
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        if running is self._saver.loop:
-            raise asyncio.InvalidStateError(
-                "A blocking method was called on an AsyncPostgresSaver from its own event loop, "
-                "which would wait for itself. Await the method with the prefix 'a' instead, or "
-                "call from another thread."
-            )
-
-
-def _nothing() -> AbstractAsyncContextManager[None]:
-    return nullcontext()
-
-
-def _ends_by_itself(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
-    """Tell whether a single statement neither joins nor leaves open a transaction."""
-    return (
-        connection.autocommit
-        and connection.info.transaction_status == TransactionStatus.IDLE
-        and connection.info.pipeline_status == PipelineStatus.OFF
-    )
-
-
-# Unprepared, because a pooler may give the next statement another server connection.
-def _execute(connection: Connection[Any], statements: Statements[T]) -> T:
-    with connection.cursor(row_factory=tuple_row) as cursor:
-        try:
-            sql, parameters = next(statements)
-            while True:
-                cursor.execute(sql, parameters, prepare=False)
-                sql, parameters = statements.send(cursor.fetchall())
-        except StopIteration as done:
-            return cast(T, done.value)
-
-
-async def _aexecute(connection: AsyncConnection[Any], statements: Statements[T]) -> T:
-    async with connection.cursor(row_factory=tuple_row) as cursor:
-        try:
-            sql, parameters = next(statements)
-            while True:
-                await cursor.execute(sql, parameters, prepare=False)
-                sql, parameters = statements.send(await cursor.fetchall())
-        except StopIteration as done:
-            return cast(T, done.value)

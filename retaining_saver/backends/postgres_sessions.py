@@ -1,0 +1,182 @@
+"""How statements reach a Postgres saver's connection: blocking or awaiting, pipeline or pool.
+
+An operation is a generator that yields ``(sql, parameters)``, is sent the rows, and returns its
+result. Every statement returns rows, if only the number 1: a pipeline does not know before.
+
+- On a connection shared with the saver, the saver's lock is held; from a pool, a connection of
+  our own is taken, and never a second one.
+- A write is one transaction, or a savepoint where the user has one open: that one is neither
+  committed nor rolled back.
+- A read leaves no transaction open that was not open before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
+from typing import Any, Protocol, TypeVar, cast
+
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.checkpoint.postgres import PostgresSaver
+from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
+from psycopg import AsyncConnection, Connection
+from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg.rows import tuple_row
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+T = TypeVar("T")
+Parameters = Mapping[str, Any]
+Rows = Sequence[tuple[Any, ...]]
+Statements = Generator[tuple[str, Parameters], Rows, T]
+
+
+class Undo(Exception):
+    """Ends a transaction without effect; carries the operation's result out of it."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(result)
+        self.result = result
+
+
+class Session(Protocol):
+    """Run an operation's statements: ``read`` those that only look, ``write`` the others."""
+
+    def read(self, statements: Statements[T]) -> T: ...
+    async def aread(self, statements: Statements[T]) -> T: ...
+    def write(self, statements: Statements[T]) -> T: ...
+    async def awrite(self, statements: Statements[T]) -> T: ...
+
+
+class BlockingSession:
+    def __init__(self, saver: PostgresSaver) -> None:
+        self._saver = saver
+
+    def read(self, statements: Statements[T]) -> T:
+        with self._connection() as connection, _transaction_of_read(connection):
+            return _execute(connection, statements)
+
+    async def aread(self, statements: Statements[T]) -> T:
+        return await asyncio.to_thread(self.read, statements)
+
+    def write(self, statements: Statements[T]) -> T:
+        try:
+            with self._connection() as connection, connection.transaction():
+                return _execute(connection, statements)
+        except Undo as undo:
+            return cast(T, undo.result)
+
+    async def awrite(self, statements: Statements[T]) -> T:
+        return await asyncio.to_thread(self.write, statements)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection[Any]]:
+        if isinstance(self._saver.conn, ConnectionPool):
+            with self._saver.conn.connection() as connection:
+                yield connection
+            return
+        with self._saver.lock:
+            if self._saver.pipe:
+                # Else our transaction would take in what was sent since the last sync.
+                self._saver.pipe.sync()
+            yield self._saver.conn
+
+
+class AwaitingSession:
+    def __init__(self, saver: AsyncPostgresSaver) -> None:
+        self._saver = saver
+
+    def read(self, statements: Statements[T]) -> T:
+        self._refuse_own_loop()
+        return asyncio.run_coroutine_threadsafe(self.aread(statements), self._saver.loop).result()
+
+    async def aread(self, statements: Statements[T]) -> T:
+        async with self._connection() as connection, _atransaction_of_read(connection):
+            return await _aexecute(connection, statements)
+
+    def write(self, statements: Statements[T]) -> T:
+        self._refuse_own_loop()
+        return asyncio.run_coroutine_threadsafe(self.awrite(statements), self._saver.loop).result()
+
+    async def awrite(self, statements: Statements[T]) -> T:
+        try:
+            async with self._connection() as connection, connection.transaction():
+                return await _aexecute(connection, statements)
+        except Undo as undo:
+            return cast(T, undo.result)
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+        if isinstance(self._saver.conn, AsyncConnectionPool):
+            async with self._saver.conn.connection() as connection:
+                yield connection
+            return
+        async with self._saver.lock:
+            if self._saver.pipe:
+                await self._saver.pipe.sync()
+            yield self._saver.conn
+
+    def _refuse_own_loop(self) -> None:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if running is self._saver.loop:
+            raise asyncio.InvalidStateError(
+                "A blocking method was called on an AsyncPostgresSaver from its own event loop, "
+                "which would wait for itself. Await the method with the prefix 'a' instead, or "
+                "call from another thread."
+            )
+
+
+def session(saver: BaseCheckpointSaver[Any]) -> Session:
+    """Return the session that fits ``saver``, a ``PostgresSaver`` or an ``AsyncPostgresSaver``."""
+    if isinstance(saver, AsyncPostgresSaver):
+        return AwaitingSession(saver)
+    return BlockingSession(cast(PostgresSaver, saver))
+
+
+def _transaction_of_read(connection: Connection[Any]) -> AbstractContextManager[Any]:
+    return nullcontext() if _ends_by_itself(connection) else connection.transaction()
+
+
+def _atransaction_of_read(connection: AsyncConnection[Any]) -> AbstractAsyncContextManager[Any]:
+    return nullcontext() if _ends_by_itself(connection) else connection.transaction()
+
+
+def _ends_by_itself(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Tell whether a single statement neither joins nor leaves open a transaction."""
+    return (
+        connection.autocommit
+        and connection.info.transaction_status == TransactionStatus.IDLE
+        and connection.info.pipeline_status == PipelineStatus.OFF
+    )
+
+
+# Unprepared, because a pooler may give the next statement another server connection.
+def _execute(connection: Connection[Any], statements: Statements[T]) -> T:
+    with connection.cursor(row_factory=tuple_row) as cursor:
+        try:
+            sql, parameters = next(statements)
+            while True:
+                cursor.execute(sql.encode(), parameters, prepare=False)
+                sql, parameters = statements.send(cursor.fetchall())
+        except StopIteration as done:
+            return cast(T, done.value)
+
+
+async def _aexecute(connection: AsyncConnection[Any], statements: Statements[T]) -> T:
+    async with connection.cursor(row_factory=tuple_row) as cursor:
+        try:
+            sql, parameters = next(statements)
+            while True:
+                await cursor.execute(sql.encode(), parameters, prepare=False)
+                sql, parameters = statements.send(await cursor.fetchall())
+        except StopIteration as done:
+            return cast(T, done.value)
