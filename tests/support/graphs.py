@@ -117,9 +117,10 @@ def subgraph_graph(saver: Any, mode: Mode = "full", *, ask: bool = True, **optio
     ``remembers`` keeps its own log across turns (``checkpointer=True``); ``helps`` starts anew
     in each call and, with ``ask``, interrupts and appends the answer.
     """
+    helps: Any = _help(_log_graph(mode, _asked if ask else lambda s: ["h"]))
     builder = StateGraph(_LOGS[mode])
     builder.add_node("remembers", _log_graph(mode, lambda s: ["r"], persistent=True))
-    builder.add_node("helps", _help(_log_graph(mode, _asked if ask else lambda s: ["h"])))
+    builder.add_node("helps", helps)
     builder.add_edge(START, "remembers")
     builder.add_edge("remembers", "helps")
     builder.add_edge("helps", END)

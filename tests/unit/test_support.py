@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import redis
+from langchain_core.runnables import RunnableConfig
 from langgraph.types import Command
 
 from tests.support import graphs
@@ -12,7 +13,7 @@ from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.savers import KINDS, Where, open_saver
 
 
-def _config(thread_id: str) -> dict[str, dict[str, str]]:
+def _config(thread_id: str) -> RunnableConfig:
     return {"configurable": {"thread_id": thread_id}}
 
 
@@ -26,7 +27,8 @@ async def test_a_leaf_is_the_head_and_a_copy_of_its_parent(
         parent = await face(saver.get_tuple, saver.aget_tuple, _config(thread_id))
         _, leaf_id = await face(put_leaf, aput_leaf, saver, thread_id, run_id="r", duration=3)
         leaf = await face(saver.get_tuple, saver.aget_tuple, _config(thread_id))
-    assert leaf is not None and parent is not None
+    assert leaf is not None
+    assert parent is not None
     assert leaf_id == leaf.checkpoint["id"]
     assert leaf.parent_config == parent.config
     changed = {k for k, v in leaf.checkpoint.items() if v != parent.checkpoint.get(k)}
