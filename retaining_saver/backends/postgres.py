@@ -35,7 +35,7 @@ from retaining_saver.backends.postgres_sessions import (
     Undo,
     session,
 )
-from retaining_saver.folds import MARK, folded_into, reclaimed_ids
+from retaining_saver.folds import HISTORY_MAPS, MARK, folded_into, reclaimed_ids
 from retaining_saver.records import Ref
 
 _TASKS = "__pregel_tasks"
@@ -92,12 +92,37 @@ _ROW_OF_HEAD = f"{_ROW} ORDER BY c.checkpoint_id DESC LIMIT 1"
 
 _IN_NAMESPACE = "thread_id = %(thread)s AND checkpoint_ns = %(ns)s"
 
+_METADATA = f"SELECT checkpoint_id, metadata::text FROM checkpoints WHERE {_IN_NAMESPACE}"
+_METADATA_BY_ID = f"{_METADATA} AND checkpoint_id = %(id)s"
+_METADATA_OF_HEAD = f"{_METADATA} ORDER BY checkpoint_id DESC LIMIT 1"
+
+# Looked up one by one: LIMIT leaves the planner no join to misjudge. UNION without ALL ends a
+# cycle. Rows come in no order.
+_LINEAGE = f"""
+WITH RECURSIVE line (id, parent) AS (
+    SELECT checkpoint_id, parent_checkpoint_id FROM checkpoints
+    WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
+    UNION
+    SELECT up.checkpoint_id, up.parent_checkpoint_id
+    FROM line CROSS JOIN LATERAL (
+        SELECT checkpoint_id, parent_checkpoint_id FROM checkpoints
+        WHERE {_IN_NAMESPACE} AND checkpoint_id = line.parent
+        LIMIT 1
+    ) AS up
+)
+SELECT line.id, line.parent, described.metadata
+FROM line CROSS JOIN LATERAL (
+    SELECT CASE WHEN metadata ?| %(maps)s THEN metadata::text END AS metadata FROM checkpoints
+    WHERE {_IN_NAMESPACE} AND checkpoint_id = line.id
+    LIMIT 1
+) AS described
+"""
+
 _EXISTS = f"""
 SELECT EXISTS (
     SELECT 1 FROM checkpoints WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
 )
 """
-_HAS_CHECKPOINTS = "SELECT EXISTS (SELECT 1 FROM checkpoints WHERE thread_id = %(thread)s)"
 _HAS_WRITES = f"""
 SELECT EXISTS (
     SELECT 1 FROM checkpoint_writes WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
@@ -140,7 +165,7 @@ WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
 RETURNING 1
 """
 
-# The proof. Each condition is what must not hold, and stands in the deleting statement as well as
+# The proof. Each part is what must not hold, and stands in the deleting statement as well as
 # in the one that finds out which of them did. `l` is the leaf's row, `p` the parent's. The two are
 # compared as text: as jsonb, 1 and 1.0 would be equal, and they are different states.
 _SUPERSEDED = f"""(
@@ -173,7 +198,8 @@ AND NOT {_SUPERSEDED} AND NOT {_HELD_BY_WRITES} AND NOT {_DIFFERENT}
 RETURNING 1
 """
 _WHY_NOT = f"""
-SELECT {_SUPERSEDED}, {_HELD_BY_WRITES}, {_DIFFERENT}
+SELECT l.parent_checkpoint_id IS DISTINCT FROM p.checkpoint_id OR {_DIFFERENT},
+    {_SUPERSEDED}, {_HELD_BY_WRITES}
 FROM checkpoints AS l CROSS JOIN checkpoints AS p WHERE {_LEAF_AND_PARENT}
 """
 
@@ -183,7 +209,8 @@ WHERE {_IN_NAMESPACE} AND checkpoint_id = %(id)s
 """
 
 # One statement takes the rows away and puts them down, so that a write that arrives meanwhile is
-# either moved or left where it is. Where the parent has the row already, it was moved before.
+# either moved or left where it is. Where the parent has the row already, the rule is that of
+# `put_writes`: special writes, whose idx is negative, replace, and others do not.
 _MOVE_WRITES = """
 WITH moves AS (
     SELECT * FROM unnest(%(from)s::text[], %(to)s::text[]) AS m (was, becomes)
@@ -197,9 +224,12 @@ WITH moves AS (
         (thread_id, checkpoint_ns, checkpoint_id, task_id, task_path, idx, channel, type, blob)
     SELECT %(thread)s, %(ns)s, %(parent)s, becomes, task_path, idx, channel, type, blob
     FROM gone
-    ON CONFLICT (thread_id, checkpoint_ns, checkpoint_id, task_id, idx) DO NOTHING
+    ON CONFLICT (thread_id, checkpoint_ns, checkpoint_id, task_id, idx) DO UPDATE
+    SET channel = EXCLUDED.channel, type = EXCLUDED.type, blob = EXCLUDED.blob
+    WHERE EXCLUDED.idx < 0
+    RETURNING 1
 )
-SELECT count(*) FROM gone
+SELECT count(*) FROM kept
 """
 
 _LEFT_BEHIND = f"""
@@ -240,6 +270,18 @@ class PostgresBackend:
     async def arow(self, ref: Ref) -> Row | None:
         return await self._session.aread(_row(ref, self._holds_tasks))
 
+    def metadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None:
+        return self._session.read(_metadata(ref))
+
+    async def ametadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None:
+        return await self._session.aread(_metadata(ref))
+
+    def lineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]:
+        return self._session.read(_lineage(ref))
+
+    async def alineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]:
+        return await self._session.aread(_lineage(ref))
+
     def has_writes(self, ref: Ref) -> bool:
         return self._session.read(_answer(_HAS_WRITES, _named(ref)))
 
@@ -258,25 +300,19 @@ class PostgresBackend:
     async def aexists(self, ref: Ref) -> bool:
         return await self._session.aread(_answer(_EXISTS, _named(ref)))
 
-    def has_checkpoints(self, thread_id: str) -> bool:
-        return self._session.read(_answer(_HAS_CHECKPOINTS, {"thread": thread_id}))
-
-    async def ahas_checkpoints(self, thread_id: str) -> bool:
-        return await self._session.aread(_answer(_HAS_CHECKPOINTS, {"thread": thread_id}))
-
     def reclaimed_into(self, ref: Ref) -> str | None:
         return self._session.read(_reclaimed_into(ref))
 
     async def areclaimed_into(self, ref: Ref) -> str | None:
         return await self._session.aread(_reclaimed_into(ref))
 
-    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:
+    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:  # noqa: ARG002  # Shared by version.
         return True
 
-    def fold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+    def fold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
         return self._session.write(_fold(target, leaf_id, metadata))
 
-    async def afold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+    async def afold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
         return await self._session.awrite(_fold(target, leaf_id, metadata))
 
     def reclaim(
@@ -307,14 +343,12 @@ class PostgresBackend:
 
     def rescue(self, leaf: Ref, parent_id: str) -> int:
         # Looked at without a transaction first: there is seldom anything, and nothing is locked.
-        if not self._session.read(_answer(_LEFT_BEHIND, _named(leaf))):
-            return 0
-        return self._session.write(_rescue(leaf, parent_id))
+        leaf_id = self._session.read(_left_behind(leaf))
+        return self._session.write(_rescue(leaf, leaf_id, parent_id)) if leaf_id else 0
 
     async def arescue(self, leaf: Ref, parent_id: str) -> int:
-        if not await self._session.aread(_answer(_LEFT_BEHIND, _named(leaf))):
-            return 0
-        return await self._session.awrite(_rescue(leaf, parent_id))
+        leaf_id = await self._session.aread(_left_behind(leaf))
+        return await self._session.awrite(_rescue(leaf, leaf_id, parent_id)) if leaf_id else 0
 
     def _holds_tasks(self, type_: str | None, blob: bytes | None) -> bool:
         """Tell whether a value of the channel of sends is anything but an empty list.
@@ -366,6 +400,25 @@ def _is_due(channel: str) -> bool:
     return channel in (_DUE_CHANNEL, _TASKS) or channel.startswith(_DUE_PREFIX)
 
 
+def _metadata(ref: Ref) -> Statements[tuple[str, dict[str, Any]] | None]:
+    rows = yield _METADATA_OF_HEAD if ref.checkpoint_id is None else _METADATA_BY_ID, _named(ref)
+    return (rows[0][0], json.loads(rows[0][1])) if rows else None
+
+
+def _lineage(ref: Ref) -> Statements[list[tuple[str, dict[str, Any]]]]:
+    rows = yield _LINEAGE, {**_named(ref), "maps": list(HISTORY_MAPS)}
+    links = {checkpoint_id: (parent_id, metadata) for checkpoint_id, parent_id, metadata in rows}
+    found: list[tuple[str, dict[str, Any]]] = []
+    checkpoint_id = ref.checkpoint_id
+    while checkpoint_id is not None and checkpoint_id in links:
+        # Taken out, so that a cycle ends.
+        parent_id, metadata = links.pop(checkpoint_id)
+        if metadata is not None:
+            found.append((checkpoint_id, json.loads(metadata)))
+        checkpoint_id = parent_id
+    return found
+
+
 def _surroundings(ref: Ref, but: str | None) -> Statements[Surroundings]:
     rows = yield _SURROUNDINGS, {**_named(ref), "but": but}
     return Surroundings(*rows[0])
@@ -379,47 +432,39 @@ def _reclaimed_into(ref: Ref) -> Statements[str | None]:
     return None
 
 
-def _locked(ref: Ref, *ids: str) -> Statements[dict[str, dict[str, Any]]]:
+def _locked(ref: Ref, *ids: str | None) -> Statements[dict[str, dict[str, Any]]]:
     """Lock checkpoints and return the metadata of those that are stored, by id."""
     rows = yield _LOCK, {**_named(ref), "ids": list(ids)}
     return {checkpoint_id: json.loads(metadata) for checkpoint_id, metadata in rows}
 
 
-def _fold(target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> Statements[bool]:
-    assert target.checkpoint_id is not None
-    stored = yield from _locked(target, target.checkpoint_id)
-    if not stored:
-        return False
-    yield from _fold_into(target, stored[target.checkpoint_id], leaf_id, metadata)
-    return True
+def _fold(target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> Statements[bool]:
+    for target_id, stored in (yield from _locked(target, target.checkpoint_id)).items():
+        yield from _set_metadata(target, folded_into(stored, target_id, metadata, leaf_id))
+        return True
+    return False
 
 
-def _fold_into(
-    target: Ref, stored: Mapping[str, Any], leaf_id: str, metadata: Mapping[str, Any]
-) -> Statements[None]:
-    assert target.checkpoint_id is not None
-    folded = folded_into(stored, target.checkpoint_id, metadata, leaf_id)
+def _set_metadata(ref: Ref, metadata: Mapping[str, Any]) -> Statements[None]:
     # Our own dumps: the user may have given the connection others.
-    yield _SET_METADATA, {**_named(target), "metadata": Jsonb(folded, dumps=json.dumps)}
+    yield _SET_METADATA, {**_named(ref), "metadata": Jsonb(metadata, dumps=json.dumps)}
 
 
 def _reclaim(
     ref: Ref, leaf: Row, parent: Row, only_head: bool, movable: Movable
 ) -> Statements[ReclaimOutcome]:
-    """Lock, delete on condition, move, fold. The locks come first, in a statement of their own:
+    """Lock, delete if the proof holds, move writes, fold.
 
-    the deleting statement then starts with no row to wait for, and sees all that was committed
-    up to then.
+    The locks have a statement of their own: the deleting one then has no row to wait for, and so
+    sees all that was committed up to the moment in which it deletes.
     """
     if read := mismatch(leaf, parent):
         raise Undo(read)
     leaf_id, parent_id = leaf.checkpoint_id, parent.checkpoint_id
     stored = yield from _locked(ref, leaf_id, parent_id)
-    if parent_id not in stored:
-        raise Undo("parent_missing")
-    if leaf_id not in stored:
-        raise Undo("superseded")
-    moves = yield from _moves(ref, parent_id, movable)
+    if len(stored) < 2:
+        raise Undo("parent_missing" if leaf_id in stored else "superseded")
+    moves = yield from _moves(ref, leaf_id, parent_id, movable)
     proof = {
         **_named(ref),
         "parent": parent_id,
@@ -431,27 +476,25 @@ def _reclaim(
     if not deleted:
         raise Undo(_refusal((yield _WHY_NOT, proof)))
     yield from _move_writes(ref, parent_id, moves)
-    yield from _fold_into(ref.at(parent_id), stored[parent_id], leaf_id, stored[leaf_id])
+    folded = folded_into(stored[parent_id], parent_id, stored[leaf_id], leaf_id)
+    yield from _set_metadata(ref.at(parent_id), folded)
     return "reclaimed"
 
 
 def _refusal(flags: Rows) -> ReclaimOutcome:
-    superseded, held_by_writes, different = flags[0]
-    if not superseded and held_by_writes:
-        return "has_writes"
-    if not superseded and different:
+    different, superseded, held_by_writes = flags[0]
+    if different:
         return "versions_differ"
-    # Also where the leaf has another parent by now.
-    return "superseded"
+    # Superseded, too, if by now nothing is in the way any more: something was.
+    return "has_writes" if held_by_writes and not superseded else "superseded"
 
 
-def _moves(ref: Ref, parent_id: str, movable: Movable) -> Statements[dict[str, str]]:
-    """Say under which task id each write on ``ref`` may move; empty if one may not."""
+def _moves(ref: Ref, leaf_id: str, parent_id: str, movable: Movable) -> Statements[dict[str, str]]:
+    """Say under which task id each write on the leaf may move; empty if one may not."""
     if movable == Movable():
         return {}
     rows = yield _TASK_IDS, _named(ref)
-    assert ref.checkpoint_id is not None
-    return planned_moves((row[0] for row in rows), ref.checkpoint_id, parent_id, movable)
+    return planned_moves((row[0] for row in rows), leaf_id, parent_id, movable)
 
 
 def _move_writes(ref: Ref, parent_id: str, moves: Mapping[str, str]) -> Statements[int]:
@@ -464,14 +507,18 @@ def _move_writes(ref: Ref, parent_id: str, moves: Mapping[str, str]) -> Statemen
     return int(rows[0][0])
 
 
-def _rescue(leaf: Ref, parent_id: str) -> Statements[int]:
-    assert leaf.checkpoint_id is not None
-    stored = yield from _locked(leaf, leaf.checkpoint_id, parent_id)
+def _left_behind(leaf: Ref) -> Statements[str | None]:
+    """Return the id of a leaf that is gone if it has children or writes."""
+    is_left = yield from _answer(_LEFT_BEHIND, _named(leaf))
+    return leaf.checkpoint_id if is_left else None
+
+
+def _rescue(leaf: Ref, leaf_id: str, parent_id: str) -> Statements[int]:
+    stored = yield from _locked(leaf, leaf_id, parent_id)
     if list(stored) != [parent_id]:
         raise Undo(0)
     children = yield _MOVE_CHILDREN, {**_named(leaf), "parent": parent_id}
     rows = yield _TASK_IDS, _named(leaf)
-    leaf_id = leaf.checkpoint_id
     moves = {row[0]: rescued_task_id(row[0], leaf_id, parent_id) for row in rows}
     writes = yield from _move_writes(leaf, parent_id, moves)
     return int(children[0][0]) + writes
