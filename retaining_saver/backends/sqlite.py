@@ -1,0 +1,488 @@
+"""Reach the rows of ``SqliteSaver`` and ``AsyncSqliteSaver``.
+
+Each operation is a generator of statements: it yields ``(sql, parameters)`` and is answered with
+the rows, or the number of rows changed. Two executors run them, one for each saver; the other
+face of each saver goes through its own executor from another thread.
+
+The tables: ``checkpoints`` holds the whole checkpoint with its values as ``(type, checkpoint)``
+and the metadata as JSON text; ``writes`` holds the pending writes. There are no blobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import aiosqlite
+from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
+
+from retaining_saver._steps import arun, call
+from retaining_saver.backends import moves
+from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
+from retaining_saver.backends.opaque import body_of, is_due, read_checkpoint, stored_channels
+from retaining_saver.folds import folded_into, reclaimed_ids
+from retaining_saver.records import Ref
+
+T = TypeVar("T")
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one statement gave."""
+
+    rows: list[tuple[Any, ...]]
+    changed: int
+
+
+Statements = Generator[tuple[str, Params], Answer, T]
+
+_NAMESPACE = "thread_id = :thread_id AND checkpoint_ns = :ns"
+_NAMED = f"{_NAMESPACE} AND checkpoint_id = :id"
+_OLDER = f"{_NAMESPACE} AND checkpoint_id < :id ORDER BY checkpoint_id DESC LIMIT {NEIGHBOURS}"
+_NEWER = f"{_NAMESPACE} AND checkpoint_id > :id ORDER BY checkpoint_id LIMIT {NEIGHBOURS}"
+_COLUMNS = "checkpoint_id, parent_checkpoint_id, type, checkpoint, metadata"
+
+
+def _no_child(side: str) -> str:
+    # The subquery walks the primary key; parents have no index of their own.
+    near = f"SELECT parent_checkpoint_id FROM checkpoints WHERE {side}"
+    return f"NOT EXISTS (SELECT 1 FROM ({near}) WHERE parent_checkpoint_id = :id)"
+
+
+# Why a leaf may go, in the order in which a refusal is explained. The deleting statement holds
+# all of it.
+_PROOF: tuple[tuple[ReclaimOutcome, str], ...] = (
+    ("superseded", f"EXISTS (SELECT 1 FROM checkpoints WHERE {_NAMED})"),
+    (
+        "parent_missing",
+        f"EXISTS (SELECT 1 FROM checkpoints WHERE {_NAMESPACE} AND checkpoint_id = :parent)",
+    ),
+    (
+        "versions_differ",
+        f"""EXISTS (SELECT 1 FROM checkpoints WHERE {_NAMED} AND parent_checkpoint_id = :parent
+            AND type IS :type AND checkpoint IS :checkpoint)""",
+    ),
+    (
+        "versions_differ",
+        f"""EXISTS (SELECT 1 FROM checkpoints WHERE {_NAMESPACE} AND checkpoint_id = :parent
+            AND type IS :parent_type AND checkpoint IS :parent_checkpoint)""",
+    ),
+    (
+        "superseded",
+        f"""(NOT :only_head OR NOT EXISTS (SELECT 1 FROM checkpoints WHERE {_NAMESPACE}
+            AND checkpoint_id > :id))""",
+    ),
+    ("superseded", _no_child(_OLDER)),
+    ("superseded", _no_child(_NEWER)),
+    (
+        "has_writes",
+        f"""NOT EXISTS (SELECT 1 FROM writes WHERE {_NAMED}
+            AND task_id NOT IN (SELECT value FROM json_each(:moving)))""",
+    ),
+    (
+        "has_writes",
+        f"""(:moving = '[]' OR NOT EXISTS (SELECT 1 FROM writes WHERE {_NAMESPACE}
+            AND checkpoint_id = :parent))""",
+    ),
+)
+_CONDITIONS = [condition for _, condition in _PROOF]
+_DELETE = f"DELETE FROM checkpoints WHERE {_NAMED} AND {' AND '.join(_CONDITIONS)}"
+_WHY = f"SELECT {', '.join(_CONDITIONS)}"
+
+
+def _id(ref: Ref) -> str:
+    return ref.checkpoint_id or ""
+
+
+def _params(ref: Ref, **others: Any) -> Params:
+    return {
+        "thread_id": ref.thread_id,
+        "ns": ref.checkpoint_ns,
+        "id": ref.checkpoint_id,
+        **others,
+    }
+
+
+def _find(ref: Ref) -> Statements[tuple[Any, ...] | None]:
+    which = _NAMED if ref.checkpoint_id else f"{_NAMESPACE} ORDER BY checkpoint_id DESC LIMIT 1"
+    found = yield f"SELECT {_COLUMNS} FROM checkpoints WHERE {which}", _params(ref)
+    return found.rows[0] if found.rows else None
+
+
+def _probe(table: str, where: str, params: Params) -> Statements[bool]:
+    found = yield f"SELECT EXISTS (SELECT 1 FROM {table} WHERE {where})", params
+    return bool(found.rows[0][0])
+
+
+def _look_around(ref: Ref, but: str | None) -> Statements[Surroundings]:
+    newer = f"{_NAMESPACE} AND checkpoint_id > :id AND checkpoint_id IS NOT :but"
+    found = yield (
+        f"""SELECT EXISTS (SELECT 1 FROM writes WHERE {_NAMED}),
+            EXISTS (SELECT 1 FROM checkpoints WHERE {newer})""",
+        _params(ref, but=but),
+    )
+    has_writes, has_newer = found.rows[0]
+    return Surroundings(bool(has_writes), bool(has_newer))
+
+
+def _find_reclaimer(ref: Ref) -> Statements[str | None]:
+    for side in (_OLDER, _NEWER):
+        near = yield f"SELECT checkpoint_id, metadata FROM checkpoints WHERE {side}", _params(ref)
+        for checkpoint_id, metadata in near.rows:
+            if ref.checkpoint_id in reclaimed_ids(checkpoint_id, _load(metadata)):
+                return str(checkpoint_id)
+    return None
+
+
+def _fold(target: Ref, leaf_id: str, leaf: Mapping[str, Any]) -> Statements[bool]:
+    stored = yield f"SELECT metadata FROM checkpoints WHERE {_NAMED}", _params(target)
+    if not stored.rows:
+        return False
+    folded = folded_into(_load(stored.rows[0][0]), _id(target), leaf, leaf_id)
+    yield (
+        f"UPDATE checkpoints SET metadata = :metadata WHERE {_NAMED}",
+        _params(target, metadata=_dump(folded)),
+    )
+    return True
+
+
+def _reclaim(
+    ref: Ref, leaf: Row, parent: Row, only_head: bool, movable: Movable
+) -> Statements[ReclaimOutcome]:
+    """Delete first, under the whole proof: then a refusal has nothing to take back."""
+    if refused := moves.mismatch(leaf, parent):
+        return refused
+    stored = yield f"SELECT metadata FROM checkpoints WHERE {_NAMED}", _params(ref)
+    tasks = yield f"SELECT DISTINCT task_id FROM writes WHERE {_NAMED}", _params(ref)
+    moving = moves.planned_moves(
+        (task_id for (task_id,) in tasks.rows), leaf.checkpoint_id, parent.checkpoint_id, movable
+    )
+    params = _params(
+        ref,
+        parent=parent.checkpoint_id,
+        only_head=only_head,
+        moving=json.dumps(list(moving)),
+        type=leaf.token[0],
+        checkpoint=leaf.token[1],
+        parent_type=parent.token[0],
+        parent_checkpoint=parent.token[1],
+    )
+    deleted = yield _DELETE, params
+    if not deleted.changed:
+        holds = yield _WHY, params
+        return _first_refusal(holds.rows[0])
+    for task_id, moved in moving.items():
+        yield from _move_writes(ref, parent.checkpoint_id, task_id, moved)
+    yield from _fold(ref.at(parent.checkpoint_id), leaf.checkpoint_id, _load(stored.rows[0][0]))
+    return "reclaimed"
+
+
+def _first_refusal(holds: tuple[Any, ...]) -> ReclaimOutcome:
+    for (why, _), held in zip(_PROOF, holds, strict=True):
+        if not held:
+            return why
+    return "superseded"  # By something that has gone again between the two statements.
+
+
+def _rescue(leaf: Ref, parent_id: str) -> Statements[int]:
+    is_stored = yield from _probe("checkpoints", _NAMED, _params(leaf))
+    has_parent = yield from _probe("checkpoints", _NAMED, _params(leaf.at(parent_id)))
+    if is_stored or not has_parent:
+        return 0
+    children = yield (
+        f"""UPDATE checkpoints SET parent_checkpoint_id = :parent WHERE {_NAMESPACE}
+            AND checkpoint_id > :id AND parent_checkpoint_id = :id""",
+        _params(leaf, parent=parent_id),
+    )
+    count = children.changed
+    tasks = yield f"SELECT DISTINCT task_id FROM writes WHERE {_NAMED}", _params(leaf)
+    for (task_id,) in tasks.rows:
+        moved = moves.rescued_task_id(task_id, _id(leaf), parent_id)
+        count += yield from _move_writes(leaf, parent_id, task_id, moved)
+    return count
+
+
+def _move_writes(ref: Ref, parent_id: str, task_id: str, moved: str) -> Statements[int]:
+    """Move writes as ``put_writes`` would have stored them: an ordinary one never replaces."""
+    params = _params(ref, parent=parent_id, task_id=task_id, moved=moved)
+    which = f"{_NAMED} AND task_id = :task_id"
+    change = f"writes SET checkpoint_id = :parent, task_id = :moved WHERE {which}"
+    special = yield f"UPDATE OR REPLACE {change} AND idx < 0", params
+    ordinary = yield f"UPDATE OR IGNORE {change}", params
+    yield f"DELETE FROM writes WHERE {which}", params
+    return special.changed + ordinary.changed
+
+
+def _load(metadata: bytes | str | None) -> dict[str, Any]:
+    loaded: dict[str, Any] = {} if metadata is None else json.loads(metadata)
+    return loaded
+
+
+def _dump(metadata: Mapping[str, Any]) -> bytes:
+    return json.dumps(metadata, ensure_ascii=False).encode("utf-8", "ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    begin: str
+    commit: str
+    undo: tuple[str, ...]
+
+
+_OWN = _Bounds("BEGIN IMMEDIATE", "COMMIT", ("ROLLBACK",))
+# The user's transaction stays open, with our work in it or without.
+_NESTED = _Bounds(
+    "SAVEPOINT retaining_saver",
+    "RELEASE retaining_saver",
+    ("ROLLBACK TO retaining_saver", "RELEASE retaining_saver"),
+)
+
+
+def _run(cursor: sqlite3.Cursor, statements: Statements[T]) -> T:
+    try:
+        statement = next(statements)
+        while True:
+            cursor.execute(*statement)
+            statement = statements.send(Answer(cursor.fetchall(), cursor.rowcount))
+    except StopIteration as done:
+        value: T = done.value
+        return value
+
+
+async def _arun(cursor: aiosqlite.Cursor, statements: Statements[T]) -> T:
+    try:
+        statement = next(statements)
+        while True:
+            await cursor.execute(*statement)
+            rows: list[Any] = list(await cursor.fetchall())
+            statement = statements.send(Answer(rows, cursor.rowcount))
+    except StopIteration as done:
+        value: T = done.value
+        return value
+
+
+def _transact(cursor: sqlite3.Cursor, statements: Statements[T]) -> T:
+    bounds = _NESTED if cursor.connection.in_transaction else _OWN
+    cursor.execute(bounds.begin)
+    try:
+        result = _run(cursor, statements)
+        cursor.execute(bounds.commit)
+        return result
+    except BaseException:
+        for statement in bounds.undo:
+            with suppress(sqlite3.OperationalError):  # A full disk has ended it already.
+                cursor.execute(statement)
+        raise
+
+
+async def _atransact(
+    connection: aiosqlite.Connection, cursor: aiosqlite.Cursor, statements: Statements[T]
+) -> T:
+    bounds = _NESTED if connection.in_transaction else _OWN
+    await cursor.execute(bounds.begin)
+    try:
+        result = await _arun(cursor, statements)
+        await cursor.execute(bounds.commit)
+        return result
+    except BaseException:
+        for statement in bounds.undo:
+            with suppress(sqlite3.OperationalError):  # A full disk has ended it already.
+                await cursor.execute(statement)
+        raise
+
+
+class _AnySqliteBackend:
+    """Everything that the two savers share; a subclass runs the statements."""
+
+    def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
+        self._serde = saver.serde
+
+    def _read(self, statements: Statements[T]) -> T:
+        raise NotImplementedError
+
+    async def _aread(self, statements: Statements[T]) -> T:
+        raise NotImplementedError
+
+    def _write(self, statements: Statements[T]) -> T:
+        raise NotImplementedError
+
+    async def _awrite(self, statements: Statements[T]) -> T:
+        raise NotImplementedError
+
+    def row(self, ref: Ref) -> Row | None:
+        return self._row(self._read(_find(ref)))
+
+    async def arow(self, ref: Ref) -> Row | None:
+        return self._row(await self._aread(_find(ref)))
+
+    def has_writes(self, ref: Ref) -> bool:
+        return self._read(_probe("writes", _NAMED, _params(ref)))
+
+    async def ahas_writes(self, ref: Ref) -> bool:
+        return await self._aread(_probe("writes", _NAMED, _params(ref)))
+
+    def surroundings(self, ref: Ref, *, but: str | None = None) -> Surroundings:
+        return self._read(_look_around(ref, but))
+
+    async def asurroundings(self, ref: Ref, *, but: str | None = None) -> Surroundings:
+        return await self._aread(_look_around(ref, but))
+
+    def exists(self, ref: Ref) -> bool:
+        return self._read(_probe("checkpoints", _NAMED, _params(ref)))
+
+    async def aexists(self, ref: Ref) -> bool:
+        return await self._aread(_probe("checkpoints", _NAMED, _params(ref)))
+
+    def has_checkpoints(self, thread_id: str) -> bool:
+        params = {"thread_id": thread_id}
+        return self._read(_probe("checkpoints", "thread_id = :thread_id", params))
+
+    async def ahas_checkpoints(self, thread_id: str) -> bool:
+        params = {"thread_id": thread_id}
+        return await self._aread(_probe("checkpoints", "thread_id = :thread_id", params))
+
+    def reclaimed_into(self, ref: Ref) -> str | None:
+        return self._read(_find_reclaimer(ref))
+
+    async def areclaimed_into(self, ref: Ref) -> str | None:
+        return await self._aread(_find_reclaimer(ref))
+
+    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:
+        stored = self._serde.dumps_typed(checkpoint)
+        return body_of(read_checkpoint(stored, self._serde)) == row.body
+
+    def fold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+        return self._write(_fold(target, leaf_id, metadata))
+
+    async def afold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+        return await self._finish(_fold(target, leaf_id, metadata))
+
+    def reclaim(
+        self,
+        thread_id: str,
+        checkpoint_ns: str,
+        leaf: Row,
+        parent: Row,
+        *,
+        only_head: bool = True,
+        movable: Movable = Movable(),
+    ) -> ReclaimOutcome:
+        ref = Ref(thread_id, checkpoint_ns, leaf.checkpoint_id)
+        return self._write(_reclaim(ref, leaf, parent, only_head, movable))
+
+    async def areclaim(
+        self,
+        thread_id: str,
+        checkpoint_ns: str,
+        leaf: Row,
+        parent: Row,
+        *,
+        only_head: bool = True,
+        movable: Movable = Movable(),
+    ) -> ReclaimOutcome:
+        ref = Ref(thread_id, checkpoint_ns, leaf.checkpoint_id)
+        return await self._finish(_reclaim(ref, leaf, parent, only_head, movable))
+
+    def rescue(self, leaf: Ref, parent_id: str) -> int:
+        return self._write(_rescue(leaf, parent_id))
+
+    async def arescue(self, leaf: Ref, parent_id: str) -> int:
+        return await self._finish(_rescue(leaf, parent_id))
+
+    async def _finish(self, statements: Statements[T]) -> T:
+        # A cancelled caller waits for the transaction's end: none may outlive its call.
+        return await arun(call(self._write, self._awrite, statements))
+
+    def _row(self, found: tuple[Any, ...] | None) -> Row | None:
+        if found is None:
+            return None
+        checkpoint_id, parent_id, kind, checkpoint, metadata = found
+        body = body_of(read_checkpoint((kind, checkpoint), self._serde))
+        is_waiting = is_due(stored_channels(body))
+        token = (kind, checkpoint)
+        return Row(checkpoint_id, parent_id or None, _load(metadata), body, is_waiting, token)
+
+
+class SqliteBackend(_AnySqliteBackend):
+    """The adapter to ``SqliteSaver``. Its async face runs in another thread."""
+
+    def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
+        super().__init__(saver)
+        self._saver = cast(SqliteSaver, saver)
+
+    def _read(self, statements: Statements[T]) -> T:
+        with self._cursor() as cursor:
+            return _run(cursor, statements)
+
+    async def _aread(self, statements: Statements[T]) -> T:
+        return await asyncio.to_thread(self._read, statements)
+
+    def _write(self, statements: Statements[T]) -> T:
+        with self._cursor() as cursor:
+            return _transact(cursor, statements)
+
+    async def _awrite(self, statements: Statements[T]) -> T:
+        return await asyncio.to_thread(self._write, statements)
+
+    @contextmanager
+    def _cursor(self) -> Iterator[sqlite3.Cursor]:
+        # Not the saver's own cursor(): that one commits, also after an error.
+        with self._saver.lock:
+            self._saver.setup()
+            with closing(self._saver.conn.cursor()) as cursor:
+                cursor.row_factory = None  # The user's factory is for the user's rows.
+                yield cursor
+
+
+class AsyncSqliteBackend(_AnySqliteBackend):
+    """The adapter to ``AsyncSqliteSaver``. Its sync face waits for the saver's loop."""
+
+    def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
+        super().__init__(saver)
+        self._saver = cast(AsyncSqliteSaver, saver)
+
+    def _read(self, statements: Statements[T]) -> T:
+        return self._block(self._aread, statements)
+
+    async def _aread(self, statements: Statements[T]) -> T:
+        async with self._cursor() as cursor:
+            return await _arun(cursor, statements)
+
+    def _write(self, statements: Statements[T]) -> T:
+        return self._block(self._awrite, statements)
+
+    async def _awrite(self, statements: Statements[T]) -> T:
+        async with self._cursor() as cursor:
+            return await _atransact(self._saver.conn, cursor, statements)
+
+    @asynccontextmanager
+    async def _cursor(self) -> AsyncIterator[aiosqlite.Cursor]:
+        await self._saver.setup()  # Before the lock, which it takes itself.
+        async with self._saver.lock, self._saver.conn.cursor() as cursor:
+            cursor.row_factory = None  # The user's factory is for the user's rows.
+            yield cursor
+
+    def _block(
+        self, perform: Callable[[Statements[T]], Coroutine[Any, Any, T]], statements: Statements[T]
+    ) -> T:
+        if _running_loop() is self._saver.loop:
+            raise asyncio.InvalidStateError(
+                "A blocking call was made in the loop of an AsyncSqliteSaver, which it would wait "
+                "for without end. Await the method with the prefix 'a', or call from a thread."
+            )
+        return asyncio.run_coroutine_threadsafe(perform(statements), self._saver.loop).result()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
