@@ -1,1 +1,66 @@
 """Reclaim LangGraph checkpoint storage without ever breaking a conversation."""
+
+from retaining_saver.admission import Admission
+from retaining_saver.backends import register_backend
+from retaining_saver.errors import (
+    ChannelModeMismatchError,
+    CheckpointLineageError,
+    CheckpointNotFoundError,
+    CheckpointParentMissingError,
+    CheckpointReclaimedError,
+    PinsFullError,
+    PlanRefused,
+    PolicyError,
+    RetainingSaverError,
+    UnsupportedSaverError,
+)
+from retaining_saver.events import (
+    CacheFailed,
+    DeleteFailed,
+    Event,
+    Folded,
+    Hook,
+    Invalidated,
+    LeafTagged,
+    PinFailed,
+    Readdressed,
+    Reclaimed,
+    Refused,
+    log_hook,
+)
+from retaining_saver.leaves import classify_duration
+from retaining_saver.pins import MemoryPins, Pin, PinRegistry, StorePins
+from retaining_saver.saver import RetainingSaver
+
+__all__ = [
+    "Admission",
+    "CacheFailed",
+    "ChannelModeMismatchError",
+    "CheckpointLineageError",
+    "CheckpointNotFoundError",
+    "CheckpointParentMissingError",
+    "CheckpointReclaimedError",
+    "DeleteFailed",
+    "Event",
+    "Folded",
+    "Hook",
+    "Invalidated",
+    "LeafTagged",
+    "MemoryPins",
+    "Pin",
+    "PinFailed",
+    "PinRegistry",
+    "PinsFullError",
+    "PlanRefused",
+    "PolicyError",
+    "Readdressed",
+    "Reclaimed",
+    "Refused",
+    "RetainingSaver",
+    "RetainingSaverError",
+    "StorePins",
+    "UnsupportedSaverError",
+    "classify_duration",
+    "log_hook",
+    "register_backend",
+]

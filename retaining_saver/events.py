@@ -94,7 +94,11 @@ Hook = Callable[[Event], None]
 
 def log_hook(event: Event) -> None:
     """Write an event to the logger ``retaining_saver``: failures as warnings, the rest as debug."""
-    level = logging.WARNING if isinstance(event, (CacheFailed, DeleteFailed, PinFailed)) else logging.DEBUG
+    level = (
+        logging.WARNING
+        if isinstance(event, (CacheFailed, DeleteFailed, PinFailed))
+        else logging.DEBUG
+    )
     if logger.isEnabledFor(level):
         shown = " ".join(f"{f.name}={getattr(event, f.name)}" for f in fields(event))
         logger.log(level, "%s %s", type(event).__name__, shown)

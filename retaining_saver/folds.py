@@ -4,6 +4,7 @@ One nested key of plain JSON values, ``metadata["retention"]``, because Postgres
 ``metadata["writes"]``::
 
     {"kind": "duration", "id": ..., "added": {...}}      on a metadata-only checkpoint
+    {..., "whole": True}                                 where it carries all of the thread's history
     {"folded": {"id": ..., "entries": {...}},            on a checkpoint that was folded into
      "reclaimed": [...]}
 
@@ -23,8 +24,8 @@ HISTORY_MAPS = ("run_durations", "run_message_ids")
 RECLAIMED_KEPT = 64
 """How many reclaimed ids a checkpoint remembers: enough for every writer still in flight."""
 
-# What a checkpoint says about itself rather than about runs; never folded.
-_OWN_KEYS = frozenset(
+# What a checkpoint says about itself rather than about runs; never folded, and not free to use.
+RESERVED_KEYS = frozenset(
     {
         "source",
         "step",
@@ -57,7 +58,7 @@ def added_names(metadata: Metadata, parent: Metadata) -> Names:
     """Name what ``metadata`` records that ``parent`` does not."""
     names: Names = {}
     for key, value in metadata.items():
-        if key in _OWN_KEYS or key in parent and parent[key] == value:
+        if key in RESERVED_KEYS or key in parent and parent[key] == value:
             continue
         if isinstance(value, Mapping):
             known = _mapping(parent.get(key))
@@ -85,19 +86,49 @@ def adds_history(checkpoint_id: str, metadata: Metadata, parent: Metadata | None
     return False
 
 
-def tagged(
-    metadata: Metadata, checkpoint_id: str, kind: str, parent: Metadata
-) -> dict[str, Any]:
+def tagged(metadata: Metadata, checkpoint_id: str, kind: str, parent: Metadata) -> dict[str, Any]:
     """Return ``metadata`` marked as a metadata-only checkpoint's, with what it adds to ``parent``."""
     added = added_names(metadata, parent)
     return {**metadata, MARK: {"kind": kind, "id": checkpoint_id, "added": added}}
 
 
+def leaf_metadata(
+    head: Metadata, leaf_id: str, kind: str, entries: Metadata, history: Metadata
+) -> dict[str, Any]:
+    """Return the marked metadata of a leaf on ``head`` that adds ``entries`` and carries ``history``.
+
+    Everything else is copied: without its delta counters no snapshot would ever be taken again,
+    and without its run id a run that is entered again would store its input twice.
+    """
+    metadata = {k: v for k, v in head.items() if k != "writes"}
+    for key, value in (*history.items(), *entries.items()):
+        if isinstance(value, Mapping):
+            metadata[key] = {**_mapping(metadata.get(key)), **value}
+        else:
+            metadata[key] = value
+    added = added_names(entries, head)
+    metadata["source"] = "update"
+    metadata[MARK] = {"kind": kind, "id": leaf_id, "added": added, "whole": True}
+    return metadata
+
+
+def is_whole(checkpoint_id: str, metadata: Metadata) -> bool:
+    """Tell whether a checkpoint carries the run history of all its ancestors."""
+    return kind_of(checkpoint_id, metadata) is not None and bool(metadata[MARK].get("whole"))
+
+
+def history_of(metadata: Metadata) -> tuple[dict[str, int], dict[str, str | None]]:
+    """Return the durations by run and the runs by message that a checkpoint records."""
+    durations = {**_legacy_durations(metadata), **_mapping(metadata.get("run_durations"))}
+    return durations, dict(_mapping(metadata.get("run_message_ids")))
+
+
 def folded_into(
-    parent: Metadata, parent_id: str, leaf: Metadata, leaf_id: str
+    parent: Metadata, parent_id: str, leaf: Metadata, leaf_id: str | None
 ) -> dict[str, Any]:
     """Return ``parent`` with everything that ``leaf`` itself recorded, and with its id remembered.
 
+    Without a ``leaf_id``, ``leaf`` holds mere entries that never were a checkpoint's.
     Raises nothing and changes neither argument. What other leaves folded into ``parent`` stays.
     """
     added = _own_names(leaf, leaf_id, parent)
@@ -123,9 +154,9 @@ def reclaimed_ids(checkpoint_id: str, metadata: Metadata) -> list[str]:
     return [i for i in mark.get("reclaimed") or () if isinstance(i, str)]
 
 
-def _own_names(leaf: Metadata, leaf_id: str, parent: Metadata) -> Names:
+def _own_names(leaf: Metadata, leaf_id: str | None, parent: Metadata) -> Names:
     mark = _mapping(leaf.get(MARK))
-    if mark.get("id") != leaf_id or not isinstance(mark.get("added"), Mapping):
+    if leaf_id is None or mark.get("id") != leaf_id or not isinstance(mark.get("added"), Mapping):
         return added_names(leaf, parent)
     names: Names = {}
     for key, added in mark["added"].items():
@@ -139,7 +170,7 @@ def _own_names(leaf: Metadata, leaf_id: str, parent: Metadata) -> Names:
 
 
 def _marked_as_folded(
-    parent: Metadata, parent_id: str, leaf: Metadata, leaf_id: str, added: Names
+    parent: Metadata, parent_id: str, leaf: Metadata, leaf_id: str | None, added: Names
 ) -> dict[str, Any]:
     mark = dict(_mapping(parent.get(MARK)))
     if kind_of(parent_id, parent) is not None:
@@ -149,7 +180,9 @@ def _marked_as_folded(
         for key in ("kind", "id", "added"):
             mark.pop(key, None)
     entries = _union(_folded_names(parent_id, parent), added)
-    gone = [*reclaimed_ids(parent_id, parent), *reclaimed_ids(leaf_id, leaf), leaf_id]
+    gone = reclaimed_ids(parent_id, parent)
+    if leaf_id is not None:
+        gone += [*reclaimed_ids(leaf_id, leaf), leaf_id]
     mark["folded"] = {"id": parent_id, "entries": entries}
     mark["reclaimed"] = list(dict.fromkeys(gone))[-RECLAIMED_KEPT:]
     return mark

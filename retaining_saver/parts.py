@@ -13,6 +13,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointMetadata
 
 from retaining_saver.backends.base import Backend
 from retaining_saver.caches.base import HistoryCache
+from retaining_saver.errors import UnsupportedSaverError
 from retaining_saver.events import CacheFailed, DeleteFailed, Event, PinFailed
 from retaining_saver.known import KnownLeaves
 from retaining_saver.pins import PinRegistry
@@ -37,6 +38,16 @@ class Parts:
     annotations: Annotations
     classify: Classify
     clock: Clock
+
+    @property
+    def storage(self) -> Backend:
+        """The backend; raises ``UnsupportedSaverError`` where there is none."""
+        if self.backend is None:
+            raise UnsupportedSaverError(
+                f"{type(self.inner).__qualname__} has no backend that reaches its rows; "
+                "see register_backend"
+            )
+        return self.backend
 
 
 @dataclass(slots=True)

@@ -34,6 +34,13 @@ class Ref:
             configurable.get("checkpoint_id") or None,
         )
 
+    @property
+    def id(self) -> str:
+        """The checkpoint id; raises ``ValueError`` where none is named."""
+        if self.checkpoint_id is None:
+            raise ValueError(f"No checkpoint_id is named for thread {self.thread_id}")
+        return self.checkpoint_id
+
     def at(self, checkpoint_id: str | None) -> Ref:
         """Name another checkpoint of the same namespace."""
         return Ref(self.thread_id, self.checkpoint_ns, checkpoint_id)

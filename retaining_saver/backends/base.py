@@ -15,7 +15,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
 from retaining_saver.records import Ref
 
 NEIGHBOURS = 32
-"""How many ids on each side of a leaf are searched for children: clocks of two hosts disagree a little."""
+"""How many ids on each side of a leaf are searched for children: clocks disagree a little."""
 
 ReclaimOutcome = Literal[
     "reclaimed", "parent_missing", "superseded", "has_writes", "versions_differ"
@@ -67,6 +67,9 @@ class Movable:
     exits: bool = False
 
 
+NOTHING_MOVES = Movable()
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Reach one saver's rows.
@@ -89,6 +92,22 @@ class Backend(Protocol):
 
     async def arow(self, ref: Ref) -> Row | None: ...
 
+    def metadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None:
+        """Read the id and the metadata of a checkpoint (without an id: the head), and no more."""
+        ...
+
+    async def ametadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None: ...
+
+    def lineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]:
+        """Read ids and metadata from ``ref``, which has an id, along its parents, newest first.
+
+        One query, in which only ids and metadata are read. Only rows that record runs need be
+        among the answer; a missing parent or a cycle ends it.
+        """
+        ...
+
+    async def alineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]: ...
+
     def has_writes(self, ref: Ref) -> bool:
         """Tell whether the writes table holds any row for the checkpoint."""
         ...
@@ -107,14 +126,8 @@ class Backend(Protocol):
 
     async def aexists(self, ref: Ref) -> bool: ...
 
-    def has_checkpoints(self, thread_id: str) -> bool:
-        """Tell whether the thread has any checkpoint, in any namespace."""
-        ...
-
-    async def ahas_checkpoints(self, thread_id: str) -> bool: ...
-
     def reclaimed_into(self, ref: Ref) -> str | None:
-        """Find the checkpoint, among the ``NEIGHBOURS`` ids on each side, that remembers ``ref`` as reclaimed."""
+        """Find the checkpoint that remembers ``ref`` as reclaimed, among ``NEIGHBOURS`` a side."""
         ...
 
     async def areclaimed_into(self, ref: Ref) -> str | None: ...
@@ -126,15 +139,19 @@ class Backend(Protocol):
         """
         ...
 
-    def fold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+    def fold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
         """Merge what ``leaf_id`` recorded in ``metadata`` into the stored metadata of ``target``.
+
+        Without a ``leaf_id`` the entries never were a checkpoint's.
 
         One transaction, with the target's metadata read (and locked) inside it, so that two
         workers that fold into one checkpoint lose nothing. False if the target is not stored.
         """
         ...
 
-    async def afold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool: ...
+    async def afold(
+        self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]
+    ) -> bool: ...
 
     def reclaim(
         self,
@@ -144,9 +161,9 @@ class Backend(Protocol):
         parent: Row,
         *,
         only_head: bool = True,
-        movable: Movable = Movable(),
+        movable: Movable = NOTHING_MOVES,
     ) -> ReclaimOutcome:
-        """Fold ``leaf`` into ``parent`` and delete it, in one transaction, if the proof still holds.
+        """Fold ``leaf`` into ``parent`` and delete it in one transaction, if the proof still holds.
 
         - Both rows are stored, hold the same state as when they were read, and the leaf's parent
           is ``parent``.
@@ -169,11 +186,11 @@ class Backend(Protocol):
         parent: Row,
         *,
         only_head: bool = True,
-        movable: Movable = Movable(),
+        movable: Movable = NOTHING_MOVES,
     ) -> ReclaimOutcome: ...
 
     def rescue(self, leaf: Ref, parent_id: str) -> int:
-        """Move children and writes of the deleted ``leaf`` to ``parent_id``; return how many rows moved.
+        """Move children and writes of a deleted leaf to ``parent_id``; return how many rows moved.
 
         Nothing happens while the leaf is stored, or if the parent is not. Children are looked for
         among newer ids only.
