@@ -18,6 +18,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from retaining_saver.backends import moves
 from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
+from retaining_saver.backends.chains import along_parents
 from retaining_saver.backends.opaque import body_of, holds_value, is_due
 from retaining_saver.folds import folded_into, reclaimed_ids
 from retaining_saver.records import Ref
@@ -61,6 +62,23 @@ class MemoryBackend:
     async def arow(self, ref: Ref) -> Row | None:
         return self.row(ref)
 
+    def metadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None:
+        entries = self._entries(ref)
+        checkpoint_id = ref.checkpoint_id or max(list(entries), default="")
+        entry = entries.get(checkpoint_id)
+        return None if entry is None else (checkpoint_id, self._metadata(entry))
+
+    async def ametadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None:
+        return self.metadata(ref)
+
+    def lineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]:
+        entries = dict(self._entries(ref))
+        links = {i: (entry[2], entry) for i, entry in entries.items()}
+        return [(i, self._metadata(e)) for i, e in along_parents(ref.checkpoint_id, links)]
+
+    async def alineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]:
+        return self.lineage(ref)
+
     def has_writes(self, ref: Ref) -> bool:
         return bool(self._writes(ref))
 
@@ -81,17 +99,10 @@ class MemoryBackend:
     async def aexists(self, ref: Ref) -> bool:
         return self.exists(ref)
 
-    def has_checkpoints(self, thread_id: str) -> bool:
-        namespaces = self._saver.storage.get(thread_id) or {}
-        return any(list(namespaces.values()))
-
-    async def ahas_checkpoints(self, thread_id: str) -> bool:
-        return self.has_checkpoints(thread_id)
-
     def reclaimed_into(self, ref: Ref) -> str | None:
         entries = dict(self._entries(ref))
         for checkpoint_id in _neighbours(entries, _id(ref)):
-            metadata = self._saver.serde.loads_typed(entries[checkpoint_id][1])
+            metadata = self._metadata(entries[checkpoint_id])
             if ref.checkpoint_id in reclaimed_ids(checkpoint_id, metadata):
                 return checkpoint_id
         return None
@@ -102,7 +113,7 @@ class MemoryBackend:
     def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:  # noqa: ARG002  # Shared by version.
         return True
 
-    def fold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+    def fold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
         with self._lock:
             entry = self._entries(target).get(_id(target))
             if entry is None:
@@ -110,7 +121,7 @@ class MemoryBackend:
             self._fold(target, entry, leaf_id, metadata)
             return True
 
-    async def afold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+    async def afold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
         return self.fold(target, leaf_id, metadata)
 
     def reclaim(
@@ -142,7 +153,7 @@ class MemoryBackend:
                 return refused
             if writes:
                 self._move_writes(ref, onto, moved)
-            metadata = self._saver.serde.loads_typed(entry[1])
+            metadata = self._metadata(entry)
             self._fold(onto, entries[parent.checkpoint_id], leaf.checkpoint_id, metadata)
             return "reclaimed"
 
@@ -183,14 +194,18 @@ class MemoryBackend:
         key = (ref.thread_id, ref.checkpoint_ns, _id(ref))
         return self._saver.writes.get(key) or {}
 
+    def _metadata(self, entry: Entry) -> dict[str, Any]:
+        metadata: dict[str, Any] = self._saver.serde.loads_typed(entry[1])
+        return metadata
+
     def _row(self, ref: Ref, entry: Entry) -> Row:
-        checkpoint, metadata, parent_id = entry
+        checkpoint, _, parent_id = entry
         # The serializer itself may read this one: the saver takes the values out before it writes.
         body = body_of(self._saver.serde.loads_typed(checkpoint))
         return Row(
             _id(ref),
             parent_id or None,
-            self._saver.serde.loads_typed(metadata),
+            self._metadata(entry),
             body,
             is_due(self._stored(ref, body)),
             token=checkpoint,
@@ -234,10 +249,12 @@ class MemoryBackend:
             return "superseded"
         return "has_writes" if dict(self._writes(ref)) != movable else None
 
-    def _fold(self, onto: Ref, entry: Entry, leaf_id: str, metadata: Mapping[str, Any]) -> None:
-        checkpoint, stored, parent_id = entry
+    def _fold(
+        self, onto: Ref, entry: Entry, leaf_id: str | None, metadata: Mapping[str, Any]
+    ) -> None:
+        checkpoint, _, parent_id = entry
         serde = self._saver.serde
-        folded = folded_into(serde.loads_typed(stored), _id(onto), metadata, leaf_id)
+        folded = folded_into(self._metadata(entry), _id(onto), metadata, leaf_id)
         self._entries(onto)[_id(onto)] = (
             checkpoint,
             serde.dumps_typed(folded),

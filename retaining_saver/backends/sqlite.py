@@ -26,8 +26,9 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from retaining_saver._steps import arun, call
 from retaining_saver.backends import moves
 from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
+from retaining_saver.backends.chains import along_parents
 from retaining_saver.backends.opaque import body_of, is_due, read_checkpoint, stored_channels
-from retaining_saver.folds import folded_into, reclaimed_ids
+from retaining_saver.folds import HISTORY_MAPS, LEGACY_MARKER, folded_into, reclaimed_ids
 from retaining_saver.records import Ref
 
 T = TypeVar("T")
@@ -49,6 +50,23 @@ _NAMED = f"{_NAMESPACE} AND checkpoint_id = :id"
 _OLDER = f"{_NAMESPACE} AND checkpoint_id < :id ORDER BY checkpoint_id DESC LIMIT {NEIGHBOURS}"
 _NEWER = f"{_NAMESPACE} AND checkpoint_id > :id ORDER BY checkpoint_id LIMIT {NEIGHBOURS}"
 _COLUMNS = "checkpoint_id, parent_checkpoint_id, type, checkpoint, metadata"
+
+# UNION without ALL ends a cycle; CROSS JOIN keeps each step one look-up by primary key.
+_RECORDS_RUNS = " OR ".join(
+    f"""instr(CAST(c.metadata AS TEXT), '"{name}"')""" for name in (*HISTORY_MAPS, LEGACY_MARKER)
+)
+_LINEAGE = f"""
+WITH RECURSIVE line (id, parent) AS (
+    SELECT checkpoint_id, parent_checkpoint_id FROM checkpoints WHERE {_NAMED}
+    UNION
+    SELECT c.checkpoint_id, c.parent_checkpoint_id
+    FROM line CROSS JOIN checkpoints AS c ON c.checkpoint_id = line.parent
+    WHERE {_NAMESPACE}
+)
+SELECT line.id, line.parent, CASE WHEN {_RECORDS_RUNS} THEN c.metadata END
+FROM line CROSS JOIN checkpoints AS c ON c.checkpoint_id = line.id
+WHERE {_NAMESPACE}
+"""
 
 
 def _no_child(side: str) -> str:
@@ -111,10 +129,24 @@ def _params(ref: Ref, **others: Any) -> Params:
     }
 
 
-def _find(ref: Ref) -> Statements[tuple[Any, ...] | None]:
+def _find(columns: str, ref: Ref) -> Statements[tuple[Any, ...] | None]:
     which = _NAMED if ref.checkpoint_id else f"{_NAMESPACE} ORDER BY checkpoint_id DESC LIMIT 1"
-    found = yield f"SELECT {_COLUMNS} FROM checkpoints WHERE {which}", _params(ref)
+    found = yield f"SELECT {columns} FROM checkpoints WHERE {which}", _params(ref)
     return found.rows[0] if found.rows else None
+
+
+def _find_metadata(ref: Ref) -> Statements[tuple[str, dict[str, Any]] | None]:
+    found = yield from _find("checkpoint_id, metadata", ref)
+    return None if found is None else (found[0], _load(found[1]))
+
+
+def _follow_parents(ref: Ref) -> Statements[list[tuple[str, dict[str, Any]]]]:
+    found = yield _LINEAGE, _params(ref)
+    links = {
+        checkpoint_id: (parent_id, metadata) for checkpoint_id, parent_id, metadata in found.rows
+    }
+    chain = along_parents(ref.checkpoint_id, links)
+    return [(i, _load(metadata)) for i, metadata in chain if metadata is not None]
 
 
 def _probe(table: str, where: str, params: Params) -> Statements[bool]:
@@ -142,7 +174,7 @@ def _find_reclaimer(ref: Ref) -> Statements[str | None]:
     return None
 
 
-def _fold(target: Ref, leaf_id: str, leaf: Mapping[str, Any]) -> Statements[bool]:
+def _fold(target: Ref, leaf_id: str | None, leaf: Mapping[str, Any]) -> Statements[bool]:
     stored = yield f"SELECT metadata FROM checkpoints WHERE {_NAMED}", _params(target)
     if not stored.rows:
         return False
@@ -318,10 +350,22 @@ class _AnySqliteBackend:
         raise NotImplementedError
 
     def row(self, ref: Ref) -> Row | None:
-        return self._row(self._read(_find(ref)))
+        return self._row(self._read(_find(_COLUMNS, ref)))
 
     async def arow(self, ref: Ref) -> Row | None:
-        return self._row(await self._aread(_find(ref)))
+        return self._row(await self._aread(_find(_COLUMNS, ref)))
+
+    def metadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None:
+        return self._read(_find_metadata(ref))
+
+    async def ametadata(self, ref: Ref) -> tuple[str, dict[str, Any]] | None:
+        return await self._aread(_find_metadata(ref))
+
+    def lineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]:
+        return self._read(_follow_parents(ref))
+
+    async def alineage(self, ref: Ref) -> list[tuple[str, dict[str, Any]]]:
+        return await self._aread(_follow_parents(ref))
 
     def has_writes(self, ref: Ref) -> bool:
         return self._read(_probe("writes", _NAMED, _params(ref)))
@@ -341,14 +385,6 @@ class _AnySqliteBackend:
     async def aexists(self, ref: Ref) -> bool:
         return await self._aread(_probe("checkpoints", _NAMED, _params(ref)))
 
-    def has_checkpoints(self, thread_id: str) -> bool:
-        params = {"thread_id": thread_id}
-        return self._read(_probe("checkpoints", "thread_id = :thread_id", params))
-
-    async def ahas_checkpoints(self, thread_id: str) -> bool:
-        params = {"thread_id": thread_id}
-        return await self._aread(_probe("checkpoints", "thread_id = :thread_id", params))
-
     def reclaimed_into(self, ref: Ref) -> str | None:
         return self._read(_find_reclaimer(ref))
 
@@ -359,10 +395,10 @@ class _AnySqliteBackend:
         stored = self._serde.dumps_typed(checkpoint)
         return body_of(read_checkpoint(stored, self._serde)) == row.body
 
-    def fold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+    def fold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
         return self._write(_fold(target, leaf_id, metadata))
 
-    async def afold(self, target: Ref, leaf_id: str, metadata: Mapping[str, Any]) -> bool:
+    async def afold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
         return await self._finish(_fold(target, leaf_id, metadata))
 
     def reclaim(
