@@ -1,10 +1,10 @@
-"""The retention mark in checkpoint metadata, and folding one checkpoint's annotations into another. Pure.
+"""The retention mark in checkpoint metadata, and folding annotations from one into another. Pure.
 
 One nested key of plain JSON values, ``metadata["retention"]``, because Postgres drops
 ``metadata["writes"]``::
 
     {"kind": "duration", "id": ..., "added": {...}}      on a metadata-only checkpoint
-    {..., "whole": True}                                 where it carries all of the thread's history
+    {..., "whole": True}                                 where it carries the whole run history
     {"folded": {"id": ..., "entries": {...}},            on a checkpoint that was folded into
      "reclaimed": [...]}
 
@@ -15,7 +15,7 @@ is another checkpoint's came along when a writer copied that checkpoint's metada
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 MARK = "retention"
@@ -58,7 +58,7 @@ def added_names(metadata: Metadata, parent: Metadata) -> Names:
     """Name what ``metadata`` records that ``parent`` does not."""
     names: Names = {}
     for key, value in metadata.items():
-        if key in RESERVED_KEYS or key in parent and parent[key] == value:
+        if key in RESERVED_KEYS or (key in parent and parent[key] == value):
             continue
         if isinstance(value, Mapping):
             known = _mapping(parent.get(key))
@@ -87,7 +87,7 @@ def adds_history(checkpoint_id: str, metadata: Metadata, parent: Metadata | None
 
 
 def tagged(metadata: Metadata, checkpoint_id: str, kind: str, parent: Metadata) -> dict[str, Any]:
-    """Return ``metadata`` marked as a metadata-only checkpoint's, with what it adds to ``parent``."""
+    """Return ``metadata`` marked as a metadata-only checkpoint's, naming what it adds."""
     added = added_names(metadata, parent)
     return {**metadata, MARK: {"kind": kind, "id": checkpoint_id, "added": added}}
 
@@ -95,7 +95,7 @@ def tagged(metadata: Metadata, checkpoint_id: str, kind: str, parent: Metadata) 
 def leaf_metadata(
     head: Metadata, leaf_id: str, kind: str, entries: Metadata, history: Metadata
 ) -> dict[str, Any]:
-    """Return the marked metadata of a leaf on ``head`` that adds ``entries`` and carries ``history``.
+    """Return the marked metadata of a leaf on ``head``: adds ``entries``, carries ``history``.
 
     Everything else is copied: without its delta counters no snapshot would ever be taken again,
     and without its run id a run that is entered again would store its input twice.
@@ -151,7 +151,7 @@ def reclaimed_ids(checkpoint_id: str, metadata: Metadata) -> list[str]:
     mark = _mapping(metadata.get(MARK))
     if _mapping(mark.get("folded")).get("id") != checkpoint_id:
         return []
-    return [i for i in mark.get("reclaimed") or () if isinstance(i, str)]
+    return [i for i in _list(mark.get("reclaimed")) if isinstance(i, str)]
 
 
 def _own_names(leaf: Metadata, leaf_id: str | None, parent: Metadata) -> Names:
@@ -159,8 +159,8 @@ def _own_names(leaf: Metadata, leaf_id: str | None, parent: Metadata) -> Names:
     if leaf_id is None or mark.get("id") != leaf_id or not isinstance(mark.get("added"), Mapping):
         return added_names(leaf, parent)
     names: Names = {}
-    for key, added in mark["added"].items():
-        if key not in leaf:
+    for key, added in _names(mark["added"]).items():
+        if key not in leaf or key in RESERVED_KEYS:
             continue
         if added is None or not isinstance(leaf[key], Mapping):
             names[key] = None
@@ -175,9 +175,9 @@ def _marked_as_folded(
     mark = dict(_mapping(parent.get(MARK)))
     if kind_of(parent_id, parent) is not None:
         # The target is a leaf itself: what it was given leaves with it.
-        mark["added"] = _union(_mapping(mark.get("added")), added)
+        mark["added"] = _union(_names(mark.get("added")), added)
     else:
-        for key in ("kind", "id", "added"):
+        for key in ("kind", "id", "added", "whole"):
             mark.pop(key, None)
     entries = _union(_folded_names(parent_id, parent), added)
     gone = reclaimed_ids(parent_id, parent)
@@ -192,14 +192,23 @@ def _folded_names(checkpoint_id: str, metadata: Metadata) -> Names:
     folded = _mapping(_mapping(metadata.get(MARK)).get("folded"))
     if folded.get("id") != checkpoint_id:
         return {}
-    return dict(_mapping(folded.get("entries")))
+    return _names(folded.get("entries"))
 
 
-def _union(one: Mapping[str, Iterable[str] | None], other: Names) -> Names:
-    names: Names = {k: None if v is None else list(v) for k, v in one.items()}
+def _names(stored: Any) -> Names:
+    """Read names from a mark. Metadata is anybody's to write, so what cannot be one is left out."""
+    return {
+        key: None if names is None else [n for n in names if not isinstance(n, (list, dict))]
+        for key, names in _mapping(stored).items()
+        if names is None or isinstance(names, list)
+    }
+
+
+def _union(one: Names, other: Names) -> Names:
+    names = dict(one)
     for key, added in other.items():
         known = names.get(key)
-        if added is None or key in names and known is None:
+        if added is None or (key in names and known is None):
             names[key] = None
         else:
             names[key] = list(dict.fromkeys([*(known or ()), *added]))
@@ -215,3 +224,7 @@ def _legacy_durations(leaf: Metadata) -> dict[str, Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

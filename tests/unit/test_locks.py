@@ -17,11 +17,11 @@ PATIENCE = 20.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(poll(), PATIENCE)
+    for _ in range(int(PATIENCE * 1000)):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("the condition never became true")
 
 
 async def held_once(locks: ThreadLocks, thread_id: str) -> int:
@@ -257,9 +257,8 @@ def test_cancellations_racing_with_os_threads_lose_no_lock() -> None:
 
 async def test_an_error_inside_frees_the_lock() -> None:
     locks = ThreadLocks()
-    with pytest.raises(LookupError):
-        with locks.hold("t"):
-            raise LookupError
+    with pytest.raises(LookupError), locks.hold("t"):
+        raise LookupError
     with pytest.raises(LookupError):
         async with locks.hold("t"):
             raise LookupError
@@ -269,9 +268,8 @@ async def test_an_error_inside_frees_the_lock() -> None:
 def test_a_thread_that_asks_for_what_it_holds_is_told_so() -> None:
     locks = ThreadLocks()
     with locks.hold("t"):
-        with pytest.raises(RuntimeError, match="would never end"):
-            with locks.hold("t"):
-                pass
+        with pytest.raises(RuntimeError, match="would never end"), locks.hold("t"):
+            pass
         assert 1 == waiters(locks, "t")
     assert 0 == len(locks)
 
@@ -279,9 +277,8 @@ def test_a_thread_that_asks_for_what_it_holds_is_told_so() -> None:
 async def test_blocking_the_loop_whose_task_holds_the_lock_is_refused() -> None:
     locks = ThreadLocks()
     async with locks.hold("t"):
-        with pytest.raises(RuntimeError, match="Use the async methods"):
-            with locks.hold("t"):
-                pass
+        with pytest.raises(RuntimeError, match="Use the async methods"), locks.hold("t"):
+            pass
     with locks.hold("t"):
         assert 1 == len(locks)
 
@@ -303,9 +300,8 @@ async def test_blocking_the_loop_whose_task_is_next_in_the_queue_is_refused() ->
     await until(inside.is_set)
     waiting = asyncio.create_task(waiter())
     await until(lambda: waiters(locks, "t") == 2)
-    with pytest.raises(RuntimeError, match="would never end"):
-        with locks.hold("t"):
-            pass
+    with pytest.raises(RuntimeError, match="would never end"), locks.hold("t"):
+        pass
     leave.set()
     await asyncio.wait_for(asyncio.gather(held, waiting), PATIENCE)
     assert 0 == len(locks)
@@ -315,9 +311,8 @@ def test_a_hold_in_use_is_refused_and_can_be_used_again_afterwards() -> None:
     locks = ThreadLocks()
     hold = locks.hold("t")
     with hold:
-        with pytest.raises(RuntimeError, match="in use"):
-            with hold:
-                pass
+        with pytest.raises(RuntimeError, match="in use"), hold:
+            pass
         assert 1 == waiters(locks, "t")
     with hold:
         assert 1 == waiters(locks, "t")
