@@ -1,0 +1,14 @@
+"""Caches of delta histories."""
+
+from retaining_saver.caches.base import CacheStats, Epoch, HistoryCache, HistoryKey
+from retaining_saver.caches.history import StoredHistory
+from retaining_saver.caches.memory import MemoryHistoryCache
+
+__all__ = [
+    "CacheStats",
+    "Epoch",
+    "HistoryCache",
+    "HistoryKey",
+    "MemoryHistoryCache",
+    "StoredHistory",
+]
