@@ -32,7 +32,7 @@ Spot: TypeAlias = "tuple[str, str]"  # checkpoint_ns, checkpoint_id
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A checkpoint id that stays addressable until ``expires_at``; with ``None``, until unpinned."""
+    """A checkpoint id that stays addressable until ``expires_at``, or ``None``: until unpinned."""
 
     thread_id: str
     checkpoint_ns: str
@@ -47,7 +47,8 @@ class PinRegistry(Protocol):
     - ``ttl`` is how long a pin lives that a run's explicit read makes; ``None`` is for ever.
     - A pin that ``pin`` returned from is seen by the next ``pinned`` of every user of the registry.
     - Pinning again keeps the later expiry, whatever the order and however many do it at once.
-    - Never drops a live pin to make room: a lost pin is a lost resume target. ``pin`` raises instead.
+    - Never drops a live pin to make room, because a lost pin is a lost resume target; ``pin``
+      raises ``PinsFullError`` instead.
     - ``now`` is the present: pins that have expired by then may be removed for good.
     - Storage errors pass through; whoever cannot ask for pins must not delete.
     """
@@ -81,7 +82,7 @@ class PinRegistry(Protocol):
 
 
 def checked_ttl(ttl: timedelta | None) -> timedelta | None:
-    """Return ``ttl`` if it is positive or ``None``; raise ``TypeError`` or ``ValueError`` if not."""
+    """Return ``ttl`` if positive or ``None``; raise ``TypeError`` or ``ValueError`` if not."""
     if ttl is not None and not isinstance(ttl, timedelta):
         raise TypeError(f"ttl must be a timedelta or None, not {ttl!r}")
     if ttl is not None and ttl <= timedelta(0):

@@ -76,7 +76,7 @@ def is_exit_run(config: RunnableConfig) -> bool:
 
 
 def named_refs(config: RunnableConfig) -> tuple[Ref, ...]:
-    """List every checkpoint that ``config`` names: its own id and those of its ``checkpoint_map``."""
+    """List what ``config`` names: its own checkpoint and those of its ``checkpoint_map``."""
     ref = Ref.of(config)
     named: Mapping[str, str] = config["configurable"].get("checkpoint_map") or {}
     refs = [Ref(ref.thread_id, ns, cid) for ns, cid in named.items() if cid]
@@ -86,7 +86,7 @@ def named_refs(config: RunnableConfig) -> tuple[Ref, ...]:
 
 
 def readdressed(config: RunnableConfig, checkpoint_id: str) -> RunnableConfig:
-    """Copy ``config`` with another checkpoint id; nothing else changes and nothing is shared above it."""
+    """Copy ``config`` with another checkpoint id, and change nothing else."""
     copy = config.copy()
     copy["configurable"] = {**config["configurable"], "checkpoint_id": checkpoint_id}
     return copy
