@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
@@ -18,6 +19,9 @@ Mode = Literal["full", "delta"]
 MODES: tuple[Mode, ...] = ("full", "delta")
 SNAPSHOT_FREQUENCY = 5
 TOOL_OUTPUT_BYTES = 3_000
+
+# LangGraph before 1.2.15 does not store what a raw graph is given for a delta channel.
+KEEPS_RAW_INPUT = tuple(int(n) for n in version("langgraph").split(".")[:3]) >= (1, 2, 15)
 
 
 def merge_messages(state: list[AnyMessage], writes: Sequence[Any]) -> list[AnyMessage]:
