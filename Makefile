@@ -34,7 +34,14 @@ $(VENV)/.installed: pyproject.toml
 	$(call install,$(VENV),dev)
 	@touch $@
 
-demo: $(VENV)/.installed ## run the main job on an embedded database and show what it saved
+# A newcomer's first command installs no more than it uses.
+$(VENV)/.demo: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed and was not found." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
+	@touch $@
+
+demo: $(VENV)/.demo ## run the main job on an embedded database and show what it saved
 	$(BIN)/python -m benchmarks.demo
 
 test: lint type pytest ## everything that CI runs
