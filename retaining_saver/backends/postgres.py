@@ -56,11 +56,37 @@ _EMPTY_LISTS = {("msgpack", b"\x90"), ("json", b"[]")}
 # An empty list stays far below this, also encrypted; a longer value need not be read to be known.
 _EMPTY_LIST_BYTES = 256
 
+# The state of a row: its checkpoint without `id` and `ts`, and without an inline value where the
+# channel has a blob of its version, because then the savers read the blob. A copy is not inlined
+# as its original was: a delta channel's snapshot, which a later checkpoint of the same version
+# reads without naming it, is named in the copy by `true`; and a scalar that an older saver put
+# into a blob is inline in the copy.
+_STATE = """jsonb_set(
+    {row}.checkpoint - '{{id,ts}}'::text[],
+    '{{channel_values}}',
+    COALESCE(NULLIF({row}.checkpoint -> 'channel_values', 'null'), '{{}}') - ARRAY(
+        SELECT inline.channel
+        FROM jsonb_object_keys(
+            NULLIF({row}.checkpoint -> 'channel_values', 'null')
+        ) AS inline (channel)
+        CROSS JOIN LATERAL (
+            SELECT b.type FROM checkpoint_blobs AS b
+            WHERE b.thread_id = {row}.thread_id AND b.checkpoint_ns = {row}.checkpoint_ns
+            AND b.channel = inline.channel
+            AND b.version = {row}.checkpoint -> 'channel_versions' ->> inline.channel
+            LIMIT 1
+        ) AS stored
+        WHERE stored.type <> 'empty'
+    )
+)"""
+
+# Everything is looked up by its key. `LIMIT 1` says so to the planner, which otherwise may prefer
+# to read a whole table into a hash for a single row (it does for EXISTS).
 _ROW = f"""
 SELECT c.checkpoint_id, c.parent_checkpoint_id, c.metadata::text,
-    (c.checkpoint - '{{id,ts}}'::text[])::text,
-    EXISTS (
-        SELECT 1 FROM jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
+    ({_STATE.format(row="c")})::text,
+    COALESCE((
+        SELECT true FROM jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
         CROSS JOIN LATERAL (
             SELECT b.type FROM checkpoint_blobs AS b
             WHERE b.thread_id = c.thread_id AND b.checkpoint_ns = c.checkpoint_ns
@@ -69,11 +95,14 @@ SELECT c.checkpoint_id, c.parent_checkpoint_id, c.metadata::text,
         ) AS stored
         WHERE (v.key = '{_DUE_CHANNEL}' OR starts_with(v.key, '{_DUE_PREFIX}'))
         AND stored.type <> 'empty'
-    ) OR CASE WHEN (c.checkpoint ->> 'v')::int < 4 THEN EXISTS (
-        SELECT 1 FROM checkpoint_writes AS w
-        WHERE w.thread_id = c.thread_id AND w.checkpoint_ns = c.checkpoint_ns
-        AND w.checkpoint_id = c.parent_checkpoint_id AND w.channel = '{_TASKS}'
-    ) ELSE false END,
+        LIMIT 1
+    ), (
+        SELECT true FROM checkpoint_writes AS w
+        WHERE (c.checkpoint ->> 'v')::int < 4 AND w.thread_id = c.thread_id
+        AND w.checkpoint_ns = c.checkpoint_ns AND w.checkpoint_id = c.parent_checkpoint_id
+        AND w.channel = '{_TASKS}'
+        LIMIT 1
+    ), false),
     tasks.type, tasks.blob
 FROM checkpoints AS c
 LEFT JOIN LATERAL (
@@ -96,8 +125,7 @@ _METADATA = f"SELECT checkpoint_id, metadata::text FROM checkpoints WHERE {_IN_N
 _METADATA_BY_ID = f"{_METADATA} AND checkpoint_id = %(id)s"
 _METADATA_OF_HEAD = f"{_METADATA} ORDER BY checkpoint_id DESC LIMIT 1"
 
-# Looked up one by one: LIMIT leaves the planner no join to misjudge. UNION without ALL ends a
-# cycle. Rows come in no order.
+# UNION without ALL ends a cycle. Rows come in no order.
 _LINEAGE = f"""
 WITH RECURSIVE line (id, parent) AS (
     SELECT checkpoint_id, parent_checkpoint_id FROM checkpoints
@@ -183,9 +211,9 @@ _HELD_BY_WRITES = f"""(
         SELECT 1 FROM checkpoint_writes WHERE {_IN_NAMESPACE} AND checkpoint_id = %(parent)s
     ))
 )"""
-_DIFFERENT = """(
-    (l.checkpoint - '{id,ts}'::text[])::text <> (p.checkpoint - '{id,ts}'::text[])::text
-    OR (l.checkpoint - '{id,ts}'::text[]) <> %(body)s
+_DIFFERENT = f"""(
+    ({_STATE.format(row="l")})::text <> ({_STATE.format(row="p")})::text
+    OR {_STATE.format(row="l")} <> %(body)s
 )"""
 _LEAF_AND_PARENT = """
 l.thread_id = %(thread)s AND l.checkpoint_ns = %(ns)s AND l.checkpoint_id = %(id)s
@@ -385,19 +413,18 @@ def _row(
         return None
     checkpoint_id, parent_id, metadata, text, due, tasks_type, tasks = rows[0]
     body = json.loads(text)
-    inline = body.get("channel_values") or {}
     return Row(
         checkpoint_id,
         # The savers read an empty parent id as none.
         parent_id or None,
         json.loads(metadata),
         body,
-        due or any(_is_due(channel) for channel in inline) or holds_tasks(tasks_type, tasks),
+        due or any(map(_is_due, body["channel_values"])) or holds_tasks(tasks_type, tasks),
     )
 
 
 def _is_due(channel: str) -> bool:
-    return channel in (_DUE_CHANNEL, _TASKS) or channel.startswith(_DUE_PREFIX)
+    return channel == _DUE_CHANNEL or channel.startswith(_DUE_PREFIX)
 
 
 def _metadata(ref: Ref) -> Statements[tuple[str, dict[str, Any]] | None]:
