@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from retaining_saver.events import DeleteFailed, Event, Reclaimed, Refused, emit
@@ -15,18 +16,22 @@ from retaining_saver.hooks.otel import OpenTelemetryHook
 from retaining_saver.hooks.prometheus import PrometheusHook
 
 
+def happened(kind: Callable[..., Event], **details: str) -> Event:
+    return kind(
+        thread_id="thread-of-somebody",
+        checkpoint_ns="",
+        checkpoint_id="id-of-something",
+        at=datetime(2026, 1, 2, tzinfo=timezone.utc),
+        **details,
+    )
+
+
 def events() -> list[Event]:
-    common = {
-        "thread_id": "thread-of-somebody",
-        "checkpoint_ns": "",
-        "checkpoint_id": "id-of-something",
-        "at": datetime(2026, 1, 2, tzinfo=timezone.utc),
-    }
     return [
-        Reclaimed(parent_id="p", **common),
-        Reclaimed(parent_id="p", **common),
-        Refused(outcome="pinned", **common),
-        DeleteFailed(error_type="OperationalError", **common),
+        happened(Reclaimed, parent_id="p"),
+        happened(Reclaimed, parent_id="p"),
+        happened(Refused, outcome="pinned"),
+        happened(DeleteFailed, error_type="OperationalError"),
     ]
 
 
@@ -73,6 +78,7 @@ def test_opentelemetry_counts_each_type_and_outcome_without_ids() -> None:
     counted = {
         tuple(sorted((point.attributes or {}).items())): point.value
         for point in metric.data.data_points
+        if isinstance(point, NumberDataPoint)
     }
     provider.shutdown()
     assert "retaining_saver.events" == metric.name

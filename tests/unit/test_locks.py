@@ -7,6 +7,7 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -155,11 +156,14 @@ async def test_first_come_first_served() -> None:
         async with locks.hold("t"):
             served.append(number)
 
+    def queued(count: int) -> bool:
+        return waiters(locks, "t") == count
+
     async with locks.hold("t"):
         tasks = []
         for number in range(5):
             tasks.append(asyncio.create_task(waiter(number)))
-            await until(lambda count=number + 2: waiters(locks, "t") == count)
+            await until(partial(queued, number + 2))
     await asyncio.gather(*tasks)
     assert [0, 1, 2, 3, 4] == served
 
