@@ -3,6 +3,7 @@
 from retaining_saver.caches.base import CacheStats, Epoch, HistoryCache, HistoryKey
 from retaining_saver.caches.history import StoredHistory
 from retaining_saver.caches.memory import MemoryHistoryCache
+from retaining_saver.caches.redis import RedisHistoryCache
 
 __all__ = [
     "CacheStats",
@@ -10,5 +11,6 @@ __all__ = [
     "HistoryCache",
     "HistoryKey",
     "MemoryHistoryCache",
+    "RedisHistoryCache",
     "StoredHistory",
 ]

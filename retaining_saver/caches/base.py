@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
@@ -57,6 +58,7 @@ class HistoryCache(Protocol):
       check and the storing are one effect.
     - ``delete_thread`` raises if it cannot promise that nothing of the thread is left to be
       read. Every other failure is the cache's own: it costs hits, never a read.
+    - The keys of one call belong to one thread.
     - Nothing mutable is shared with callers: entries are ``StoredHistory``, which is frozen.
     - Safe for threads and event loops at once; the awaitable twins do not block a loop.
     """
@@ -104,3 +106,30 @@ class HistoryCache(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+class Tally:
+    """Count for ``CacheStats``, from any thread."""
+
+    def __init__(self) -> None:
+        self._stats = CacheStats()
+        self._lock = threading.Lock()
+
+    def add(self, **counts: int) -> None:
+        """Add to the counts that are named."""
+        with self._lock:
+            sums = {name: getattr(self._stats, name) + count for name, count in counts.items()}
+            self._stats = replace(self._stats, **sums)
+
+    def stats(self) -> CacheStats:
+        """Return the counts so far."""
+        return self._stats
+
+
+def positive(name: str, value: int) -> int:
+    """Return ``value`` if it is a count that an option called ``name`` may have."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    return value

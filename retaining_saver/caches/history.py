@@ -25,6 +25,8 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from pydantic import BaseModel
 
 Mould = Callable[[], Any]
+Moulder = Callable[[Any], tuple[Mould, int]]
+"""Makes a mould of a value and tells about how many bytes the mould takes."""
 
 OVERHEAD: Final = 120
 """Bytes of memory that any object is taken to need beside its contents."""
@@ -180,8 +182,7 @@ def _plain_size(value: Any) -> int:
     return OVERHEAD + (len(value) if isinstance(value, (str, bytes)) else 0)
 
 
-@lru_cache(maxsize=1024)
-def _moulder(kind: type[Any]) -> Callable[[Any], tuple[Mould, int]]:
+def _choose_moulder(kind: type[Any]) -> Moulder:
     """Choose the moulder of exactly this type: a subclass may keep state that we do not know."""
     if kind in _MOULDERS:
         return _MOULDERS[kind]
@@ -192,6 +193,10 @@ def _moulder(kind: type[Any]) -> Callable[[Any], tuple[Mould, int]]:
     if issubclass(kind, BaseModel) and _copies_as_pydantic_does(kind):
         return _mould_model
     return _refuse
+
+
+# Chosen once per class; bounded, because classes can be made while the program runs.
+_moulder: Callable[[Any], Moulder] = lru_cache(maxsize=1024)(_choose_moulder)
 
 
 def _refuse(value: Any) -> tuple[Mould, int]:
@@ -277,7 +282,7 @@ def _mould_bytearray(value: bytearray) -> tuple[Mould, int]:
     return partial(bytearray, own), OVERHEAD + len(own)
 
 
-_MOULDERS: dict[type[Any], Callable[[Any], tuple[Mould, int]]] = {
+_MOULDERS: dict[type[Any], Moulder] = {
     list: _mould_list,
     dict: _mould_dict,
     tuple: _mould_sequence,

@@ -11,7 +11,7 @@ from typing import Any
 from cachetools import LRUCache
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
-from retaining_saver.caches.base import CacheStats, Epoch, HistoryKey
+from retaining_saver.caches.base import CacheStats, Epoch, HistoryKey, Tally, positive
 from retaining_saver.caches.history import StoredHistory
 
 _EPOCHS_KEPT = 4096
@@ -26,10 +26,10 @@ class MemoryHistoryCache:
     """
 
     def __init__(self, max_entries: int = 128, max_bytes: int = 128 * 1024 * 1024) -> None:
-        self._max_entries = _count("max_entries", max_entries)
-        self._entries = _Entries(_count("max_bytes", max_bytes))
+        self._max_entries = positive("max_entries", max_entries)
+        self._entries = _Entries(positive("max_bytes", max_bytes))
         self._epochs = _Epochs()
-        self._stats = CacheStats()
+        self._tally = Tally()
         self._lock = threading.Lock()
 
     def for_saver(self, saver: BaseCheckpointSaver[Any]) -> MemoryHistoryCache:
@@ -38,7 +38,7 @@ class MemoryHistoryCache:
     def get_many(self, keys: Collection[HistoryKey]) -> Mapping[HistoryKey, StoredHistory]:
         with self._lock:
             found = {key: self._entries[key] for key in keys if key in self._entries}
-            self._count(hits=len(found), misses=len(keys) - len(found))
+            self._tally.add(hits=len(found), misses=len(keys) - len(found))
             return found
 
     async def aget_many(self, keys: Collection[HistoryKey]) -> Mapping[HistoryKey, StoredHistory]:
@@ -47,7 +47,7 @@ class MemoryHistoryCache:
     def set_many(self, entries: Mapping[HistoryKey, StoredHistory], epoch: Epoch) -> bool:
         with self._lock:
             if any(self._epochs.token(key.thread_id) != epoch.token for key in entries):
-                self._count(refused=len(entries))
+                self._tally.add(refused=len(entries))
                 return False
             for key, entry in entries.items():
                 self._store(key, entry)
@@ -75,7 +75,7 @@ class MemoryHistoryCache:
     def stats(self) -> CacheStats:
         with self._lock:
             size = int(self._entries.currsize)
-            return replace(self._stats, entries=len(self._entries), bytes=size)
+            return replace(self._tally.stats(), entries=len(self._entries), bytes=size)
 
     async def astats(self) -> CacheStats:
         return self.stats()
@@ -89,26 +89,12 @@ class MemoryHistoryCache:
 
     def _store(self, key: HistoryKey, entry: StoredHistory) -> None:
         if entry.size > self._entries.maxsize:
-            self._count(refused=1)
+            self._tally.add(refused=1)
             return
         self._entries[key] = entry
-        self._count(stored=1)
+        self._tally.add(stored=1)
         while len(self._entries) > self._max_entries:
             self._entries.popitem()
-
-    def _count(self, **counts: int) -> None:
-        changed = {name: getattr(self._stats, name) + count for name, count in counts.items()}
-        self._stats = replace(self._stats, **changed)
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(
-            f"{name} must be at least 1, not {value}; history_cache=None means no cache"
-        )
-    return value
 
 
 class _Entries(LRUCache[HistoryKey, StoredHistory]):
