@@ -7,9 +7,9 @@ whether one is. If not, the saver calls the wrapped one and nothing else.
 from __future__ import annotations
 
 import logging
-from datetime import datetime, timedelta
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from langchain_core.runnables import RunnableConfig
@@ -111,7 +111,7 @@ def pin_named(parts: Parts, journal: Journal, config: RunnableConfig) -> Steps[N
 
 
 def pin(parts: Parts, config: RunnableConfig, ttl: timedelta | None) -> Steps[Pin]:
-    """Pin a checkpoint that is stored: first the pin, then the look, so that it cannot go between."""
+    """Pin a stored checkpoint: first the pin, then the look, so that it cannot go in between."""
     expires = _expiry(parts, ttl)
     ref = Ref.of(config)
     inner = parts.inner
@@ -230,10 +230,10 @@ def _leaf_or_itself(backend: Backend, ref: Ref, parent: Row) -> Steps[str]:
     A head that carries the whole run history must not lack what is recorded under it.
     """
     head = yield from call(backend.row, backend.arow, ref.at(None))
-    if head is not None and head.parent_id == parent.checkpoint_id:
-        if folds.kind_of(head.checkpoint_id, head.metadata) is not None:
-            return head.checkpoint_id
-    return parent.checkpoint_id
+    if head is None or head.parent_id != parent.checkpoint_id:
+        return parent.checkpoint_id
+    marked = folds.kind_of(head.checkpoint_id, head.metadata) is not None
+    return head.checkpoint_id if marked else parent.checkpoint_id
 
 
 def _stored_parent(parts: Parts, backend: Backend, ref: Ref) -> Steps[Row | None]:
@@ -272,7 +272,7 @@ def _fold(parts: Parts, backend: Backend, journal: Journal, put: Put) -> Steps[R
 def _look_again(
     parts: Parts, backend: Backend, journal: Journal, put: Put, stored: RunnableConfig
 ) -> Steps[RunnableConfig]:
-    """After a leaf was stored: take it back if its parent moved on, or asks something, meanwhile."""
+    """Take a leaf back after it was stored, if its parent moved on, or asks, meanwhile."""
     parent = Ref.of(put.config)
     leaf_id = put.checkpoint["id"]
     with reported(journal, DeleteFailed, parent.at(leaf_id)):
@@ -287,14 +287,14 @@ def _look_again(
 
 
 def put_onto_leaf(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableConfig]:
-    """Store a checkpoint whose parent is a leaf, or was one: under the leaf's parent if that is safe."""
+    """Store a child of what is or was a leaf: under the leaf's parent if that is safe."""
     backend = parts.storage
     ref = Ref.of(put.config)
     leaf = parts.known.leaf(ref.thread_id, ref.id)
-    if leaf is not None and parts.admission != "manual":
-        if leaves.started_from_input(put.checkpoint, put.metadata, leaf):
-            movable = Movable(inputs=True, exits=is_exit_run(put.config))
-            yield from reclaim_known(parts, journal, ref, Terms(movable=movable))
+    from_input = leaf is not None and leaves.started_from_input(put.checkpoint, put.metadata, leaf)
+    if from_input and parts.admission != "manual":
+        movable = Movable(inputs=True, exits=is_exit_run(put.config))
+        yield from reclaim_known(parts, journal, ref, Terms(movable=movable))
     holder = parts.known.parent_of(ref.thread_id, ref.id)
     if holder is not None:
         return (yield from put.under(holder).steps(parts))
@@ -306,7 +306,7 @@ def put_onto_leaf(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCon
 
 
 def put_beside_leaf(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableConfig]:
-    """Store a child of a checkpoint that has a leaf; the leaf goes first, it could hide the child."""
+    """Store a child of a checkpoint that has a leaf, which goes first: it could hide the child."""
     yield from _reclaim_leaf_on(parts, journal, Ref.of(put.config))
     return (yield from put.steps(parts))
 

@@ -43,7 +43,7 @@ def claim(checkpoint_id: str, metadata: Mapping[str, Any]) -> Claim | None:
 
 
 def refusal(leaf: Row, parent: Row | None) -> Refusal | None:
-    """Return why ``leaf`` may not be folded into ``parent``, or ``None`` if both hold the same state.
+    """Return why ``leaf`` may not be folded into ``parent``; ``None`` if both hold one state.
 
     ``channel_versions`` alone prove nothing: a checkpoint that differs from its parent only in
     what its nodes have seen withdraws or asks a question.
@@ -63,7 +63,7 @@ def refusal(leaf: Row, parent: Row | None) -> Refusal | None:
 
 
 def copies_state(checkpoint: Checkpoint, parent: Row) -> bool:
-    """Tell whether ``checkpoint`` repeats the versions of ``parent`` and what its nodes have seen."""
+    """Tell whether ``checkpoint`` repeats the versions of ``parent`` and what its nodes saw."""
     return checkpoint["channel_versions"] == parent.versions and checkpoint["versions_seen"] == (
         parent.body.get("versions_seen") or {}
     )
