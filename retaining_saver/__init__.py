@@ -1,7 +1,14 @@
 """Reclaim LangGraph checkpoint storage without ever breaking a conversation."""
 
 from retaining_saver.admission import Admission
+from retaining_saver.annotations import RunHistory
 from retaining_saver.backends import register_backend
+from retaining_saver.caches import (
+    CacheStats,
+    HistoryCache,
+    MemoryHistoryCache,
+    RedisHistoryCache,
+)
 from retaining_saver.errors import (
     ChannelModeMismatchError,
     CheckpointLineageError,
@@ -35,6 +42,7 @@ from retaining_saver.saver import RetainingSaver
 __all__ = [
     "Admission",
     "CacheFailed",
+    "CacheStats",
     "ChannelModeMismatchError",
     "CheckpointLineageError",
     "CheckpointNotFoundError",
@@ -43,9 +51,11 @@ __all__ = [
     "DeleteFailed",
     "Event",
     "Folded",
+    "HistoryCache",
     "Hook",
     "Invalidated",
     "LeafTagged",
+    "MemoryHistoryCache",
     "MemoryPins",
     "Pin",
     "PinFailed",
@@ -55,9 +65,11 @@ __all__ = [
     "PolicyError",
     "Readdressed",
     "Reclaimed",
+    "RedisHistoryCache",
     "Refused",
     "RetainingSaver",
     "RetainingSaverError",
+    "RunHistory",
     "StorePins",
     "UnsupportedSaverError",
     "classify_duration",

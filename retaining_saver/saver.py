@@ -37,10 +37,13 @@ from retaining_saver.admission import Admission
 from retaining_saver.annotations import RunHistory, annotate, run_entries, run_history, storable
 from retaining_saver.backends import find_backend, refusal
 from retaining_saver.backends.base import Backend
+from retaining_saver.caches import HistoryCache, MemoryHistoryCache
+from retaining_saver.delta_history import Readers, delta_history
 from retaining_saver.events import Hook, emit, log_hook
 from retaining_saver.interception import Put, WritesRoute
 from retaining_saver.known import KnownLeaves
 from retaining_saver.leaves import classify_duration
+from retaining_saver.listing import Listing, apaged, paged
 from retaining_saver.locks import ThreadLocks
 from retaining_saver.parts import AdmissionPoint, Annotations, Classify, Clock, Journal, Parts
 from retaining_saver.pins import MemoryPins, Pin, PinRegistry
@@ -77,7 +80,8 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     ``annotations``: ``"leaf"`` stores metadata-only checkpoints as rows that the next admission
     reclaims, ``"fold"`` merges them into their parent at once. ``classify`` names the kind of
     metadata-only checkpoint that a put's metadata stands for, or returns ``None``. ``pins`` holds
-    the ids that must stay addressable. ``backend`` reaches the wrapped saver's rows; ``None`` finds
+    the ids that must stay addressable. ``history_cache`` remembers histories of delta channels, by
+    default in this process; ``None`` turns it off. ``backend`` reaches the wrapped saver's rows; ``None`` finds
     one by class. ``hooks`` are called with an event after each decision; ``clock`` returns an
     aware UTC time.
 
@@ -87,6 +91,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     inner: BaseCheckpointSaver[Any]
     _parts: Parts
     _locks: ThreadLocks
+    _readers: Readers
     _hooks: tuple[Hook, ...]
 
     def __init__(
@@ -97,6 +102,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         annotations: Annotations = "leaf",
         classify: Classify = classify_duration,
         pins: PinRegistry | None = None,
+        history_cache: HistoryCache | None = _UNSET,
         backend: Backend | None = None,
         hooks: Iterable[Hook] = (log_hook,),
         clock: Clock = utc_now,
@@ -110,15 +116,17 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         if isinstance(inner, RetainingSaver):
             self._parts = inner._parts
             self._locks = inner._locks
+            self._readers = inner._readers
             self._hooks = inner._hooks
         else:
             self._locks = ThreadLocks()
+            self._readers = Readers()
             self._hooks = tuple(hooks)
             self._parts = Parts(
                 inner=inner,
                 backend=backend if backend is not None else _backend_for(inner),
                 pins=pins if pins is not None else MemoryPins(),
-                cache=None,
+                cache=_cache_for(inner, history_cache),
                 known=KnownLeaves(),
                 admission=admission,
                 annotations=annotations,
@@ -202,7 +210,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
             return self._unlocked(lambda journal: self._read_explicit(journal, config, ref))
         found = self._parts.inner.get_tuple(config)
         if found is None or not self._admits_at_read(config, found):
-            return found
+            return self._noted(found)
         self._locked(ref.thread_id, self._admission_of(config))
         return self._noted(self._parts.inner.get_tuple(config))
 
@@ -212,7 +220,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
             return await self._aunlocked(lambda journal: self._read_explicit(journal, config, ref))
         found = await self._parts.inner.aget_tuple(config)
         if found is None or not self._admits_at_read(config, found):
-            return found
+            return self._noted(found)
         await self._alocked(ref.thread_id, self._admission_of(config))
         return self._noted(await self._parts.inner.aget_tuple(config))
 
@@ -229,6 +237,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     def _noted(self, found: CheckpointTuple | None) -> CheckpointTuple | None:
         if found is not None:
             interception.note_leaf(self._parts, found)
+            self._readers.saw(found)
         return found
 
     def _read_explicit(
@@ -250,6 +259,9 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         before: RunnableConfig | None = None,
         limit: int | None = None,
     ) -> Iterator[CheckpointTuple]:
+        listing = Listing(config, filter, before, limit)
+        if self._pages(listing):
+            return paged(self._parts.inner, listing)
         return self._parts.inner.list(config, filter=filter, before=before, limit=limit)
 
     def alist(
@@ -260,17 +272,37 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         before: RunnableConfig | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[CheckpointTuple]:
+        listing = Listing(config, filter, before, limit)
+        if self._pages(listing):
+            return apaged(self._parts.inner, listing)
         return self._parts.inner.alist(config, filter=filter, before=before, limit=limit)
+
+    def _pages(self, listing: Listing) -> bool:
+        backend = self._parts.backend
+        return listing.pages and backend is not None and backend.locks_listings
 
     def get_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
-        return self._parts.inner.get_delta_channel_history(config=config, channels=channels)
+        return run(self._delta_history(config, channels))
 
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
-        return await self._parts.inner.aget_delta_channel_history(config=config, channels=channels)
+        return await arun(self._delta_history(config, channels))
+
+    def _delta_history(
+        self, config: RunnableConfig, channels: Sequence[str]
+    ) -> Steps[Mapping[str, DeltaChannelHistory]]:
+        parts = self._parts
+        return delta_history(
+            parts.inner,
+            parts.cache,
+            self._readers,
+            config,
+            channels,
+            parent_of=parts.known.parent_of,
+        )
 
     # Writing.
 
@@ -354,10 +386,15 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
 
     def _delete_thread(self, journal: Journal, thread_id: str) -> Steps[None]:
         parts = self._parts
-        if parts.cache is not None:
-            yield from call(parts.cache.delete_thread, parts.cache.adelete_thread, str(thread_id))
+        cache = parts.cache
+        if cache is not None:
+            yield from call(cache.delete_thread, cache.adelete_thread, str(thread_id))
         yield from call(parts.inner.delete_thread, parts.inner.adelete_thread, thread_id)
         parts.known.forget_thread(str(thread_id))
+        self._readers.forget_thread(str(thread_id))
+        if cache is not None:
+            # Again: a reader that started in between may have put back what it still saw.
+            yield from admissions.purge(parts, journal, str(thread_id))
         yield from call(parts.pins.delete_thread, parts.pins.adelete_thread, str(thread_id))
 
     # Admission and pins.
@@ -526,6 +563,12 @@ def _backend_for(inner: BaseCheckpointSaver[Any]) -> Backend | None:
         stacklevel=3,
     )
     return None
+
+
+def _cache_for(inner: BaseCheckpointSaver[Any], cache: HistoryCache | None) -> HistoryCache | None:
+    if cache is _UNSET:
+        cache = MemoryHistoryCache()
+    return None if cache is None else cache.for_saver(inner)
 
 
 def _takes_task_path(inner: BaseCheckpointSaver[Any]) -> bool:

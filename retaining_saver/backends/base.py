@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
 
@@ -83,6 +83,9 @@ class Backend(Protocol):
       work on sync savers, as far as the saver itself allows.
     - The saver's and the driver's exceptions pass through.
     """
+
+    locks_listings: ClassVar[bool]
+    """Whether the saver holds a lock, or a connection, while a listing of its is paused."""
 
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None: ...
 

@@ -49,6 +49,8 @@ class MemoryBackend:
     must not slip in between is looked for again after the deletion, and the deletion undone.
     """
 
+    locks_listings = False
+
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._saver = cast(InMemorySaver, saver)
         self._lock = _lock_of(self._saver.storage)

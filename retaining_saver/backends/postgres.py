@@ -288,6 +288,8 @@ class PostgresBackend:
     through, and nothing was changed.
     """
 
+    locks_listings = True
+
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._saver = saver
         self._session = session(saver)

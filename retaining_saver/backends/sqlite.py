@@ -334,6 +334,8 @@ async def _atransact(
 class _AnySqliteBackend:
     """Everything that the two savers share; a subclass runs the statements."""
 
+    locks_listings = True
+
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._serde = saver.serde
 
