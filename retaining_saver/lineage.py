@@ -73,8 +73,13 @@ class Namespace:
         A tip with rows, or one that something is about to run from. Rows on a checkpoint with a
         child were consumed by it.
         """
-        row = self.rows[checkpoint_id]
-        return not self.children[checkpoint_id] and bool(row.writes.rows or row.due)
+        if self.children[checkpoint_id]:
+            return False
+        hanging = [checkpoint_id]
+        # A leaf over a tip may have been given the rows of a run that has begun.
+        for each in hanging:
+            hanging += [child for child in self.direct[each] if child in self.annotations]
+        return self.rows[checkpoint_id].due or any(self.rows[i].writes.rows for i in hanging)
 
     def waits(self) -> bool:
         """Tell whether the head waits for an answer, or stopped at a breakpoint or by a kill."""

@@ -1,84 +1,259 @@
-"""Decide what of a thread stays and what goes, with the reason for every checkpoint. Pure."""
+"""Decide what of a thread stays and what goes, with the reason for every checkpoint. Pure.
+
+``plan`` follows a policy, ``plan_prune`` keeps the newest state only, ``plan_without_runs``
+removes runs. All three select, close the gaps, and list what is to be folded. They see nothing
+but the records given; the clock is an argument. A broken thread is never half planned.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from retaining_saver.branches import Choice
+from retaining_saver.cut import Cut, cut
+from retaining_saver.entries import StoredThread
+from retaining_saver.lineage import Lineage, Namespace, lineage, time_in
+from retaining_saver.planned import (
+    RULES,
+    Carry,
+    Entry,
+    Fold,
+    Graft,
+    RetentionPlan,
+    Rollback,
+)
+from retaining_saver.policy import RetentionPolicy
+from retaining_saver.records import ROOT_NS
+from retaining_saver.selection import (
+    Key,
+    Selection,
+    by_policy,
+    heads_only,
+    without_runs,
+)
+
+__all__ = [
+    "GRACE",
+    "KEEP_RUNS",
+    "RULES",
+    "Carry",
+    "Entry",
+    "Fold",
+    "Graft",
+    "Named",
+    "RetentionPlan",
+    "Rollback",
+    "plan",
+    "plan_prune",
+    "plan_without_runs",
+]
+
+GRACE = timedelta(hours=1)
+"""How old writes have to be that name no stored checkpoint: they may commit before it."""
+KEEP_RUNS = 1000
+"""How many runs of dropped turns are remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One checkpoint and why it is listed; ``reason`` names a rule in ``RULES``."""
+class Named(Protocol):
+    """Anything that names a checkpoint of the thread: a live pin, or a ``Ref``."""
 
-    checkpoint_ns: str
-    checkpoint_id: str
-    reason: str
+    @property
+    def checkpoint_ns(self) -> str: ...
+    @property
+    def checkpoint_id(self) -> str | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Graft(Entry):
-    """A kept checkpoint (or a new carrier's child) that gets another parent.
+def plan(
+    thread: StoredThread,
+    policy: RetentionPolicy,
+    pins: Iterable[Named],
+    now: datetime,
+    *,
+    keep_runs: int = KEEP_RUNS,
+    grace: timedelta = GRACE,
+) -> RetentionPlan:
+    """Plan what ``policy`` asks for.
 
-    ``moves_writes``: the only dropped checkpoint between the two is ``moves_writes``, whose rows
-    in the writes table move to ``parent_id``.
+    ``pins`` are the ones that live at ``now``, and the ids that an admitted run named. The
+    records must have been made with ``policy.matches``.
     """
+    lin, named = lineage(thread), _keys(pins)
+    if lin.problems:
+        return _refused(lin)
+    if _is_idle(lin, policy, named, now):
+        return _whole_thread(lin, _orphans(lin, now, grace))
+    selection = by_policy(lin, policy, named, now)
+    return _assembled(lin, selection, _orphans(lin, now, grace), keep_runs)
 
-    parent_id: str | None
-    moves_writes: str | None = None
 
+def plan_prune(
+    thread: StoredThread,
+    pins: Iterable[Named],
+    now: datetime,
+    *,
+    keep_runs: int = KEEP_RUNS,
+    grace: timedelta = GRACE,
+) -> RetentionPlan:
+    """Plan to keep the newest state of the thread, what it needs, and what is pinned.
 
-@dataclass(frozen=True, slots=True)
-class Carry(Entry):
-    """A synthetic checkpoint that replaces a dropped stretch.
-
-    ``checkpoint_id`` is new and lies below its children's ids. ``sources`` are the dropped
-    checkpoints of the stretch, oldest first, numbered by their place in it. ``writes`` names per
-    delta channel the sources whose rows for it move to the carrier, oldest first; ``seeds`` the
-    source whose stored value of the channel the carrier stores.
+    The namespaces of subgraph calls go with the root checkpoint that started them, if that one
+    is stored and goes; a subgraph that keeps its state between calls keeps its newest.
     """
-
-    parent_id: str | None
-    children: tuple[str, ...]
-    sources: tuple[str, ...]
-    writes: dict[str, tuple[str, ...]]
-    seeds: dict[str, str]
+    lin, named = lineage(thread), _keys(pins)
+    if lin.problems:
+        return _refused(lin)
+    return _assembled(lin, heads_only(lin, named), _orphans(lin, now, grace), keep_runs)
 
 
-@dataclass(frozen=True, slots=True)
-class Fold(Entry):
-    """What a dropped checkpoint recorded about runs moves into the metadata of ``into``."""
+def plan_without_runs(
+    thread: StoredThread,
+    run_ids: Collection[str],
+    pins: Iterable[Named],
+    now: datetime,
+    *,
+    grace: timedelta = GRACE,
+) -> RetentionPlan:
+    """Plan to remove the checkpoints of some runs; what other runs left reads as before.
 
-    into: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback(Entry):
-    """A kept checkpoint whose last child goes with its run: it is open again.
-
-    Its ``__resume__`` rows and the rows of the null task go. Of ``tasks`` every row goes but
-    ``__interrupt__`` and ``__error__``; with ``tasks`` ``None`` every row of the checkpoint goes.
+    A checkpoint that loses its last child is open again: see ``Rollback``.
     """
+    lin, named = lineage(thread), _keys(pins)
+    if lin.problems:
+        return _refused(lin)
+    selection = without_runs(lin, frozenset(run_ids), named)
+    back = tuple(_rollbacks(lin, selection))
+    return _assembled(lin, selection, _orphans(lin, now, grace), rollback=back)
 
-    tasks: tuple[str, ...] | None
+
+def _keys(pins: Iterable[Named]) -> frozenset[Key]:
+    return frozenset((p.checkpoint_ns, p.checkpoint_id) for p in pins if p.checkpoint_id)
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionPlan:
-    """What retention does to one thread. Every stored checkpoint is in ``keep`` or in ``drop``.
+def _is_idle(lin: Lineage, policy: RetentionPolicy, pins: Collection[Key], now: datetime) -> bool:
+    limit, last = policy.delete_idle_after, lin.last_active()
+    if limit is None or last is None or pins:
+        return False
+    return now - last >= limit and (policy.delete_waiting or not lin.waits())
 
-    ``problems`` are sentences on a broken thread; such a plan keeps everything. ``notes`` are
-    sentences on rules that could not be applied. ``orphans`` are rows of the writes table that
-    name no stored checkpoint and are older than the grace period. With ``delete_thread`` the
-    whole thread goes, and ``drop`` lists all of it.
+
+def _refused(lin: Lineage) -> RetentionPlan:
+    thread = lin.thread
+    keep = (Entry(c.checkpoint_ns, c.checkpoint_id, "broken") for c in thread.checkpoints)
+    return RetentionPlan(thread.thread_id, tuple(keep), problems=lin.problems)
+
+
+def _whole_thread(lin: Lineage, orphans: tuple[Entry, ...]) -> RetentionPlan:
+    thread = lin.thread
+    drop = (Entry(c.checkpoint_ns, c.checkpoint_id, "idle") for c in thread.checkpoints)
+    return RetentionPlan(thread.thread_id, drop=tuple(drop), orphans=orphans, delete_thread=True)
+
+
+def _orphans(lin: Lineage, now: datetime, grace: timedelta) -> tuple[Entry, ...]:
+    old = []
+    for orphan in lin.thread.orphan_writes:
+        made = time_in(orphan.checkpoint_id)
+        if made is not None and now - made >= grace:
+            old.append(Entry(orphan.checkpoint_ns, orphan.checkpoint_id, "orphan"))
+    return tuple(old)
+
+
+def _assembled(
+    lin: Lineage,
+    selection: Selection,
+    orphans: tuple[Entry, ...],
+    keep_runs: int = KEEP_RUNS,
+    rollback: tuple[Rollback, ...] = (),
+) -> RetentionPlan:
+    keep: list[Entry] = []
+    drop: list[Entry] = []
+    graft: list[Graft] = []
+    carry: list[Carry] = []
+    fold: list[Fold] = []
+    for name, ns in lin.namespaces.items():
+        choice = selection.choices[name]
+        gaps = cut(ns, choice)
+        _list_entries(ns, choice, gaps, keep, drop)
+        graft += gaps.graft
+        carry += gaps.carry
+        fold += _folds(ns, choice)
+    return RetentionPlan(
+        lin.thread.thread_id,
+        tuple(keep),
+        tuple(drop),
+        tuple(graft),
+        tuple(carry),
+        tuple(fold),
+        rollback,
+        orphans,
+        keep_runs=keep_runs,
+        notes=selection.notes,
+    )
+
+
+def _list_entries(
+    ns: Namespace, choice: Choice, gaps: Cut, keep: list[Entry], drop: list[Entry]
+) -> None:
+    for i in sorted(ns.rows):
+        if i in gaps.carriers:
+            keep.append(Entry(ns.name, i, "carrier"))
+        elif i in choice.keep:
+            keep.append(Entry(ns.name, i, choice.keep[i]))
+        else:
+            drop.append(Entry(ns.name, i, choice.drop.get(i, "carrier_replaced")))
+
+
+def _folds(ns: Namespace, choice: Choice) -> Iterator[Fold]:
+    """Find a place for what dropped checkpoints recorded, oldest first.
+
+    What an annotation added goes to the checkpoint that it annotates. Where that one goes as
+    well, run history moves to the oldest kept checkpoint of the main line; a branch that goes
+    takes its history along.
     """
+    line = list(ns.line(ns.head))
+    main = set(line) if ns.name == ROOT_NS else set()
+    oldest = next((i for i in reversed(line) if i in choice.keep), None)
+    for i in sorted(choice.drop):
+        base = ns.base[i] if i in ns.annotations else i
+        if choice.drop[i] == "run" or base is None:
+            continue
+        if base in choice.keep:
+            yield Fold(ns.name, i, "folded", base, whole=True)
+        elif base in main and oldest is not None and ns.rows[i].has_history:
+            yield Fold(ns.name, i, "folded", oldest, whole=False)
 
-    thread_id: str
-    keep: tuple[Entry, ...] = ()
-    drop: tuple[Entry, ...] = ()
-    graft: tuple[Graft, ...] = ()
-    carry: tuple[Carry, ...] = ()
-    fold: tuple[Fold, ...] = ()
-    rollback: tuple[Rollback, ...] = ()
-    orphans: tuple[Entry, ...] = ()
-    delete_thread: bool = False
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+
+def _rollbacks(lin: Lineage, selection: Selection) -> Iterator[Rollback]:
+    """Find the checkpoints that lose their last child, and those that enclose them."""
+    opened: set[Key] = set()
+    for name in sorted(lin.namespaces, reverse=True):  # What is enclosed before what encloses.
+        ns, keep = lin.namespaces[name], selection.choices[name].keep
+        for i in ns.order:
+            if i not in keep or not _is_tip(ns, keep, i):
+                continue
+            loses, row = bool(_below(ns, i)), ns.rows[i]
+            if loses:
+                opened.update(row.parents)
+            # A question asked inside a subgraph shows as one of the checkpoint that called it.
+            if row.writes.rows and (loses or (row.writes.asked and (name, i) in opened)):
+                yield _rollback(ns, i)
+
+
+def _below(ns: Namespace, i: str) -> list[str]:
+    if i in ns.annotations:
+        return [child for child in ns.direct[i] if child in ns.children]
+    return ns.children[i]
+
+
+def _is_tip(ns: Namespace, keep: dict[str, str], i: str) -> bool:
+    return i not in ns.carriers and not any(child in keep for child in _below(ns, i))
+
+
+def _rollback(ns: Namespace, i: str) -> Rollback:
+    writes = ns.rows[i].writes
+    if writes.asked:
+        return Rollback(ns.name, i, "reopened", writes.asked)
+    if writes.failed:
+        return Rollback(ns.name, i, "retried", writes.failed)
+    return Rollback(ns.name, i, "undone", None)

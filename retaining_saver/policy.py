@@ -66,7 +66,7 @@ class RetentionPolicy:
         return self.keep_last_turns is None and self.keep_within is None and self.keep_where is None
 
     def matches(self, metadata: Metadata) -> bool:
-        """Tell whether a checkpoint's metadata contains ``keep_where``, nested mappings included."""
+        """Tell whether a checkpoint's metadata contains ``keep_where``, also in nested mappings."""
         return self.keep_where is not None and _contains(metadata, self.keep_where)
 
     def __str__(self) -> str:

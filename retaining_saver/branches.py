@@ -1,0 +1,207 @@
+"""Which checkpoints of the root namespace stay: turns, branches, heads, pins. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from retaining_saver.lineage import Namespace, Turns, newest, time_of, turns
+from retaining_saver.policy import RetentionPolicy
+
+
+@dataclass(slots=True)
+class Choice:
+    """What stays and what goes of one namespace, by id, each with its reason.
+
+    Carriers are in neither: they stay or go with what is around them. ``moving`` are the dropped
+    links whose rows in the writes table move to their parents.
+    """
+
+    keep: dict[str, str] = field(default_factory=dict)
+    drop: dict[str, str] = field(default_factory=dict)
+    moving: set[str] = field(default_factory=set)
+
+    def want(self, checkpoint_id: str | None, reason: str) -> None:
+        """Keep a checkpoint, for this reason unless it stays for another."""
+        if checkpoint_id is not None and checkpoint_id not in self.keep:
+            self.protect(checkpoint_id, reason)
+
+    def protect(self, checkpoint_id: str, reason: str) -> None:
+        """Keep a checkpoint, and for this reason."""
+        self.keep[checkpoint_id] = reason
+        self.drop.pop(checkpoint_id, None)
+
+
+def chosen(
+    ns: Namespace, policy: RetentionPolicy, pinned: set[str], now: datetime
+) -> tuple[Choice, tuple[str, ...]]:
+    """Choose by a policy; also return sentences on rules that could not be applied."""
+    facts = _facts(ns, policy, now, pinned)
+    choice = _chosen_turns(facts)
+    protect(ns, choice, pinned)
+    return choice, _notes(facts)
+
+
+def protect(ns: Namespace, choice: Choice, pinned: Iterable[str]) -> None:
+    """Keep what is pinned, and the head."""
+    for i in pinned:
+        choice.protect(i, "pinned")
+    if ns.head is not None:
+        choice.protect(ns.head, "head")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What turn rules look at.
+
+    ``live`` are the checkpoints that no dropped branch takes along; ``rank`` counts for each the
+    turns that began after it on its way to the nearest live tip.
+    """
+
+    ns: Namespace
+    policy: RetentionPolicy
+    turns: Turns
+    siblings: set[str]
+    live: list[str]
+    rank: dict[str, int]
+    young: set[str]
+    matching: set[str]
+
+
+def _facts(ns: Namespace, policy: RetentionPolicy, now: datetime, pinned: set[str]) -> _Facts:
+    divided = turns(ns)
+    siblings = _old_siblings(ns, pinned, policy.drop_siblings_after, now)
+    live = [i for i in ns.real if i not in siblings]
+    matching = {divided.of[i] for i in live if policy.keep_where is not None and ns.rows[i].matches}
+    return _Facts(
+        ns,
+        policy,
+        divided,
+        siblings,
+        live,
+        _ranks(ns, live, divided),
+        _young(ns, live, divided, policy.keep_within, now),
+        matching,
+    )
+
+
+def _is_young(time: datetime | None, limit: timedelta, now: datetime) -> bool:
+    return time is None or now - time < limit
+
+
+def _old_siblings(
+    ns: Namespace, pinned: set[str], after: timedelta | None, now: datetime
+) -> set[str]:
+    """Find the branches off the main line that are old, unpinned and not in flight."""
+    if after is None:
+        return set()
+    main = set(ns.line(ns.head))
+    held: set[str] = set()
+    for i in ns.real:
+        if i not in main and (i in pinned or ns.base[i] in held):
+            held.add(i)
+    old: set[str] = set()
+    for i in reversed(ns.real):
+        if i in main:
+            continue
+        if ns.children[i]:
+            goes = all(child in old for child in ns.children[i])
+        else:
+            young = _is_young(time_of(ns.rows[i]), after, now)
+            goes = not (i in held or young or ns.in_flight(i))
+        if goes:
+            old.add(i)
+    return old
+
+
+def _ranks(ns: Namespace, live: list[str], divided: Turns) -> dict[str, int]:
+    rank: dict[str, int] = {}
+    for i in reversed(live):
+        below = [rank[c] + (c in divided.starts) for c in ns.children[i] if c in rank]
+        rank[i] = min(below, default=0)
+    return rank
+
+
+def _young(
+    ns: Namespace, live: list[str], divided: Turns, limit: timedelta | None, now: datetime
+) -> set[str]:
+    if limit is None:
+        return set()
+    continued = {ns.base[i] for i in live if i not in divided.starts}
+    # A turn is as old as the checkpoints that end it: those also stay when it is compacted, so
+    # that it never ages by being compacted.
+    ends: dict[str, list[datetime | None]] = {}
+    for i in live:
+        if i not in continued:
+            ends.setdefault(divided.of[i], []).append(time_of(ns.rows[i]))
+    return {turn for turn, times in ends.items() if _is_young(newest(times), limit, now)}
+
+
+def _is_last(facts: _Facts, i: str) -> bool:
+    limit = facts.policy.keep_last_turns
+    return limit is not None and facts.rank[i] < limit
+
+
+TURN_RULES: tuple[tuple[str, Callable[[_Facts, str], bool]], ...] = (
+    ("every_turn", lambda facts, _: facts.policy.keeps_every_turn),
+    ("unknown_turns", lambda facts, _: not facts.turns.told_apart),
+    ("last_turns", _is_last),
+    ("young_turn", lambda facts, i: facts.turns.of[i] in facts.young),
+    ("matching_turn", lambda facts, i: facts.turns.of[i] in facts.matching),
+)
+"""Why a checkpoint's turn stays; the first rule that holds is the reason."""
+
+
+def _ends_turn(facts: _Facts, i: str) -> bool:
+    return any(child in facts.turns.starts for child in facts.ns.children[i] if child in facts.rank)
+
+
+def _hides_its_turn(facts: _Facts, i: str) -> bool:
+    # What follows an input row counts as its turn, so a turn that follows a turn which was never
+    # more than its input keeps its own first checkpoint.
+    base = facts.ns.base[i]
+    return i in facts.turns.starts and base is not None and facts.ns.rows[base].source == "input"
+
+
+REST_RULES: tuple[tuple[str, Callable[[_Facts, str], bool]], ...] = (
+    ("rest", _ends_turn),
+    ("match", lambda facts, i: bool(facts.matching) and facts.ns.rows[i].matches),
+    ("turn_start", _hides_its_turn),
+)
+"""Why a checkpoint of a compacted turn stays."""
+
+Rules = tuple[tuple[str, Callable[[_Facts, str], bool]], ...]
+
+
+def _first(rules: Rules, facts: _Facts, i: str) -> str | None:
+    return next((name for name, holds in rules if holds(facts, i)), None)
+
+
+def _chosen_turns(facts: _Facts) -> Choice:
+    choice = Choice(drop=dict.fromkeys(facts.siblings, "sibling"))
+    compacts = facts.policy.compact_supersteps and facts.turns.marked
+    kept_turns: dict[str, None] = {}
+    for i in facts.live:
+        reason = _first(TURN_RULES, facts, i)
+        if reason is None:
+            choice.drop[i] = "expired"
+            continue
+        kept_turns[facts.turns.of[i]] = None
+        rest = _first(REST_RULES, facts, i) if compacts and facts.rank[i] > 0 else reason
+        if rest is None:
+            choice.drop[i] = "superstep"
+        else:
+            choice.keep[i] = rest
+    for turn in kept_turns:
+        choice.want(facts.ns.base[turn], "base")
+    return choice
+
+
+def _notes(facts: _Facts) -> tuple[str, ...]:
+    notes = []
+    if not facts.turns.told_apart and not facts.policy.keeps_every_turn:
+        notes.append("Its turns cannot be told apart, so every turn is kept.")
+    if facts.policy.compact_supersteps and not facts.turns.marked:
+        notes.append("Where its turns were at rest cannot be told, so no superstep is dropped.")
+    return tuple(notes)

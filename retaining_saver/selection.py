@@ -1,0 +1,224 @@
+"""Which checkpoints stay, and by which rule. Pure.
+
+The root namespace decides first: turns, branches, heads, pins. Subgraph namespaces follow the
+root checkpoints that stay, and annotations follow the checkpoint they annotate.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+
+from retaining_saver.branches import Choice, chosen, protect
+from retaining_saver.entries import ERROR, INTERRUPT, RESUME, SENDS, StoredCheckpoint
+from retaining_saver.lineage import Lineage, Namespace, is_call
+from retaining_saver.policy import RetentionPolicy
+from retaining_saver.records import ROOT_NS
+
+Key = tuple[str, str]
+
+
+@dataclass(slots=True)
+class Selection:
+    """The choices by namespace, and sentences on rules that could not be applied."""
+
+    choices: dict[str, Choice]
+    notes: tuple[str, ...] = ()
+
+
+def by_policy(
+    lin: Lineage, policy: RetentionPolicy, pins: Collection[Key], now: datetime
+) -> Selection:
+    """Select by a policy, but for the deletion of the whole thread."""
+    root = lin.namespaces.get(ROOT_NS)
+    if root is None:
+        return _finished(lin, Choice(), pins, annotations=policy.drop_annotations)
+    choice, notes = chosen(root, policy, _pinned(root, pins), now)
+    return _finished(lin, choice, pins, annotations=policy.drop_annotations, notes=notes)
+
+
+def heads_only(lin: Lineage, pins: Collection[Key]) -> Selection:
+    """Select the newest state and what is pinned."""
+    root = lin.namespaces.get(ROOT_NS)
+    choice = Choice()
+    if root is not None:
+        protect(root, choice, _pinned(root, pins))
+        choice.drop = {i: "superseded" for i in root.real if i not in choice.keep}
+    return _finished(lin, choice, pins, annotations=True)
+
+
+def without_runs(lin: Lineage, run_ids: Collection[str], pins: Collection[Key]) -> Selection:
+    """Select everything but what the given runs wrote and the subgraph calls they made."""
+    choices: dict[str, Choice] = {}
+    gone: set[str] = set()
+    for name in sorted(lin.namespaces):
+        ns = lin.namespaces[name]
+        choice = choices[name] = _other_runs(ns, run_ids, _pinned(ns, pins), gone)
+        _keep_pending_sends(ns, choice)
+        if name == ROOT_NS:
+            gone = set(choice.drop)
+        _place_run_annotations(ns, choice, run_ids, _pins_in(ns, pins))
+    return Selection(choices)
+
+
+def _other_runs(
+    ns: Namespace, run_ids: Collection[str], pinned: Collection[str], gone: Collection[str]
+) -> Choice:
+    choice = Choice()
+    for i in ns.real:
+        row = ns.rows[i]
+        if i in pinned:
+            choice.keep[i] = "pinned"
+        elif row.run_id in run_ids or row.root_id in gone:
+            choice.drop[i] = "run"
+        else:
+            choice.keep[i] = "other_run"
+    return choice
+
+
+def _place_run_annotations(
+    ns: Namespace, choice: Choice, run_ids: Collection[str], pins: Collection[str]
+) -> None:
+    for i in ns.order:
+        if i not in ns.annotations:
+            continue
+        row, base = ns.rows[i], ns.base[i]
+        bare = not ns.direct[i] and not row.writes.rows
+        if i in pins:
+            choice.keep[i] = "pinned"
+        elif base in choice.drop or (row.run_id in run_ids and bare):
+            choice.drop[i] = "run"
+        else:
+            choice.keep[i] = "annotation"
+
+
+def _pins_in(ns: Namespace, pins: Collection[Key]) -> set[str]:
+    return {i for name, i in pins if name == ns.name and i in ns.rows}
+
+
+def _pinned(ns: Namespace, pins: Collection[Key]) -> set[str]:
+    """Find the real checkpoints that pins keep; a pinned annotation keeps what it annotates."""
+    named = _pins_in(ns, pins) - ns.carriers
+    resolved = (ns.base[i] if i in ns.annotations else i for i in named)
+    return {i for i in resolved if i is not None}
+
+
+def _keep_pending_sends(ns: Namespace, choice: Choice) -> None:
+    # Before format v4 a checkpoint's pending sends were rows of its parent's, which may itself
+    # have been sent to: hence from children to parents.
+    for i in reversed(ns.real):
+        parent = ns.rows[i].parent_id
+        if i in choice.keep and _sends_from_parent(ns, ns.rows[i]) and parent in ns.children:
+            choice.want(parent, "pending_sends")
+
+
+def _sends_from_parent(ns: Namespace, row: StoredCheckpoint) -> bool:
+    parent = ns.rows.get(row.parent_id) if row.parent_id is not None else None
+    return row.v < 4 and parent is not None and SENDS in parent.writes.channels
+
+
+def _place_annotations(
+    ns: Namespace,
+    choice: Choice,
+    pins: Collection[str],
+    referenced: Collection[Key],
+    removes: bool,
+) -> None:
+    for i in ns.order:
+        if i not in ns.annotations:
+            continue
+        base = ns.base[i]
+        free = i not in pins and (ns.name, i) not in referenced
+        moves = bool(ns.rows[i].writes.rows)
+        if i in pins:
+            choice.keep[i] = "pinned"
+        elif removes and free and (not moves or _may_move(ns, choice, i, pins)):
+            choice.drop[i] = "link" if ns.direct[i] else "leaf"
+            if moves:
+                choice.moving.add(i)
+        elif base in choice.keep:
+            choice.keep[i] = "annotation"
+        else:
+            choice.drop[i] = choice.drop[base] if base is not None else "expired"
+
+
+def _may_move(ns: Namespace, choice: Choice, i: str, pins: Collection[str]) -> bool:
+    """Tell whether a link's rows read the same on its parent: nobody else would read them there."""
+    row, parent, below = ns.rows[i], ns.rows[i].parent_id, ns.direct[i]
+    if parent is None or parent not in choice.keep or parent in pins or parent in ns.annotations:
+        return False
+    alone = ns.direct[parent] == [i] and len(below) == 1 and below[0] in choice.keep
+    special = {INTERRUPT, ERROR, RESUME, SENDS} & row.writes.channels
+    # Readers apply the null task's rows as the parent's own state.
+    plain = not special and not row.writes.null_task
+    return alone and plain and not ns.rows[parent].writes.rows
+
+
+def _finished(
+    lin: Lineage,
+    root: Choice,
+    pins: Collection[Key],
+    *,
+    annotations: bool,
+    notes: tuple[str, ...] = (),
+) -> Selection:
+    """Complete the root's choice, and choose in every other namespace accordingly."""
+    referenced = {pair for row in lin.thread.checkpoints for pair in row.parents}
+    choices: dict[str, Choice] = {}
+    for name in sorted(lin.namespaces):  # The root namespace sorts first.
+        ns = lin.namespaces[name]
+        choice = root if name == ROOT_NS else _subgraph(ns, lin, choices.get(ROOT_NS), pins)
+        _keep_pending_sends(ns, choice)
+        _place_annotations(ns, choice, _pins_in(ns, pins), referenced, annotations)
+        choices[name] = choice
+    return Selection(choices, notes)
+
+
+def _subgraph(ns: Namespace, lin: Lineage, root: Choice | None, pins: Collection[Key]) -> Choice:
+    real_root = lin.namespaces[ROOT_NS] if root is not None else None
+    if root is None or real_root is None or not any(i in root.drop for i in real_root.real):
+        return Choice(keep=dict.fromkeys(ns.real, "subgraphs_untouched"))
+    if is_call(ns.name):
+        return _call(ns, root, pins)
+    return _persistent(ns, real_root, root, pins)
+
+
+def _call(ns: Namespace, root: Choice, pins: Collection[Key]) -> Choice:
+    for row in ns.rows.values():
+        pinned = (ns.name, row.checkpoint_id) in pins or any(p in pins for p in row.parents)
+        if pinned or row.root_id not in root.drop:
+            return Choice(keep=dict.fromkeys(ns.real, "call"))
+    return Choice(drop=dict.fromkeys(ns.real, "subgraph_expired"))
+
+
+def _persistent(ns: Namespace, roots: Namespace, root: Choice, pins: Collection[Key]) -> Choice:
+    choice = Choice()
+    protect(ns, choice, _pinned(ns, pins))
+    read = _read_by_replays(ns, root)
+    newest_root = max(roots.rows)
+    for i in ns.real:
+        started_by = ns.rows[i].root_id
+        late = started_by not in roots.rows and i > newest_root
+        if i in read:
+            choice.want(i, "read_by_replay")
+        elif started_by in root.keep:
+            choice.want(i, "started_by_kept")
+        elif started_by is None or late:
+            choice.want(i, "uncommitted")
+        elif i not in choice.keep:
+            choice.drop[i] = "subgraph_expired"
+    return choice
+
+
+def _read_by_replays(ns: Namespace, root: Choice) -> set[str | None]:
+    """Find what a replay of each kept root checkpoint reads: the newest checkpoint before it."""
+    ids = sorted(i for i in ns.rows if i not in ns.carriers)
+    read: set[str | None] = set()
+    for root_id in root.keep:
+        place = bisect_left(ids, root_id)
+        if place:
+            i = ids[place - 1]
+            read.add(ns.base[i] if i in ns.annotations else i)
+    return read
