@@ -202,6 +202,17 @@ def heir(parts: Parts, backend: Backend, ref: Ref) -> Steps[str | None]:
     return (yield from call(backend.reclaimed_into, backend.areclaimed_into, ref))
 
 
+def learn_heir(parts: Parts, ref: Ref) -> Steps[bool]:
+    """Tell whether ``ref`` was reclaimed, and remember by what if another process did it."""
+    if parts.backend is None or ref.checkpoint_ns != ROOT_NS:
+        return False
+    holder = yield from heir(parts, parts.backend, ref)
+    if holder is None:
+        return False
+    parts.known.reclaimed(ref.thread_id, ref.id, holder)
+    return True
+
+
 def _heal_parent(
     parts: Parts, backend: Backend, journal: Journal, thread_id: str, head: Row
 ) -> Steps[None]:

@@ -39,6 +39,7 @@ from retaining_saver.backends import find_backend, refusal
 from retaining_saver.backends.base import Backend
 from retaining_saver.caches import HistoryCache, MemoryHistoryCache
 from retaining_saver.delta_history import Readers, delta_history
+from retaining_saver.errors import CheckpointNotFoundError
 from retaining_saver.events import Hook, emit, log_hook
 from retaining_saver.interception import Put, WritesRoute
 from retaining_saver.known import KnownLeaves
@@ -81,9 +82,9 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     reclaims, ``"fold"`` merges them into their parent at once. ``classify`` names the kind of
     metadata-only checkpoint that a put's metadata stands for, or returns ``None``. ``pins`` holds
     the ids that must stay addressable. ``history_cache`` remembers histories of delta channels, by
-    default in this process; ``None`` turns it off. ``backend`` reaches the wrapped saver's rows; ``None`` finds
-    one by class. ``hooks`` are called with an event after each decision; ``clock`` returns an
-    aware UTC time.
+    default in this process; ``None`` turns it off. ``backend`` reaches the wrapped saver's rows;
+    ``None`` finds one by class. ``hooks`` are called with an event after each decision; ``clock``
+    returns an aware UTC time.
 
     Raises ``TypeError`` and ``ValueError`` for options that make no sense.
     """
@@ -295,14 +296,19 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         self, config: RunnableConfig, channels: Sequence[str]
     ) -> Steps[Mapping[str, DeltaChannelHistory]]:
         parts = self._parts
-        return delta_history(
-            parts.inner,
-            parts.cache,
-            self._readers,
-            config,
-            channels,
-            parent_of=parts.known.parent_of,
-        )
+
+        def read() -> Steps[Mapping[str, DeltaChannelHistory]]:
+            known = parts.known.parent_of
+            shared = (parts.inner, parts.cache, self._readers)
+            return delta_history(*shared, config, channels, parent_of=known)
+
+        try:
+            return (yield from read())
+        except CheckpointNotFoundError:
+            # Reclaimed by another process since the caller read it?
+            if not (yield from admissions.learn_heir(parts, Ref.of(config))):
+                raise
+        return (yield from read())
 
     # Writing.
 
