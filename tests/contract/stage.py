@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 from typing import Any, cast
 
 import psycopg
-from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import BaseCheckpointSaver, ChannelVersions, Checkpoint
 from langgraph.checkpoint.base.id import uuid6
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.serde.base import SerializerProtocol
@@ -144,7 +145,7 @@ class Stage:
         }
 
     async def listed(self) -> list[Any]:
-        config = {"configurable": {"thread_id": self.thread_id}}
+        config: RunnableConfig = {"configurable": {"thread_id": self.thread_id}}
         if faces_of(self.kind)[-1].name == "async":
             return [found async for found in self.saver.alist(config)]
         return await asyncio.to_thread(lambda: list(self.saver.list(config)))
@@ -180,6 +181,21 @@ class Stage:
         self._execute(
             "DELETE FROM checkpoints WHERE thread_id = ? AND checkpoint_ns = '' "
             "AND checkpoint_id = ?",
+            self.thread_id,
+            checkpoint_id,
+        )
+
+    def set_parent(self, checkpoint_id: str, parent_id: str | None) -> None:
+        """Change a stored parent id and nothing else."""
+        if isinstance(self.saver, InMemorySaver):
+            entries = self.saver.storage[self.thread_id][""]
+            entries[checkpoint_id] = (*entries[checkpoint_id][:2], parent_id)
+            return
+        self._execute(
+            "UPDATE checkpoints SET parent_checkpoint_id = ? WHERE thread_id = ? "
+            "AND checkpoint_ns = '' AND checkpoint_id = ?",
+            parent_id,
+            self.thread_id,
             checkpoint_id,
         )
 
@@ -193,10 +209,10 @@ class Stage:
     def _execute(self, sql: str, *args: Any) -> None:
         if self.kind.endswith("sqlite"):
             with closing(sqlite3.connect(self.where.sqlite)) as own, own:
-                own.execute(sql, (self.thread_id, *args))
+                own.execute(sql, args)
             return
         with psycopg.connect(self.where.postgres) as pg:
-            pg.execute(sql.replace("?", "%s").encode(), (self.thread_id, *args))
+            pg.execute(sql.replace("?", "%s").encode(), args)
 
 
 @asynccontextmanager
@@ -235,8 +251,8 @@ def checkpoint(
     )
 
 
-def versions_of(values: Mapping[str, Any]) -> dict[str, str]:
-    return dict.fromkeys(values, f"{1:032}.0")
+def versions_of(values: Mapping[str, Any]) -> ChannelVersions:
+    return {name: f"{1:032}.0" for name in values}
 
 
 def id_below(checkpoint_id: str) -> str:

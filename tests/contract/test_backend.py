@@ -414,8 +414,7 @@ async def parent_rewritten(stage: Stage, leaf: Row, parent: Row) -> None:
 
 
 async def other_parent(stage: Stage, leaf: Row, parent: Row) -> None:
-    found = await stage.host("get_tuple", stage.ref(leaf.checkpoint_id).config())
-    await stage.put(found.checkpoint, parent.parent_id, metadata=found.metadata)
+    stage.set_parent(leaf.checkpoint_id, parent.parent_id)
 
 
 REFUSALS: list[tuple[Happening, str]] = [
