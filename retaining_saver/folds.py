@@ -174,8 +174,10 @@ def _marked_as_folded(
 ) -> dict[str, Any]:
     mark = dict(_mapping(parent.get(MARK)))
     if kind_of(parent_id, parent) is not None:
-        # The target is a leaf itself: what it was given leaves with it.
-        mark["added"] = _union(_names(mark.get("added")), added)
+        # The target is a leaf itself: what it was given leaves with it. Without a readable list
+        # of what it added, everything that its parent lacks does.
+        if isinstance(mark.get("added"), Mapping):
+            mark["added"] = _union(_names(mark["added"]), added)
     else:
         for key in ("kind", "id", "added", "whole"):
             mark.pop(key, None)

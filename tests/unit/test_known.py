@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retaining_saver.known import KnownLeaf, KnownLeaves
@@ -154,6 +154,9 @@ def test_room_is_a_count(wrong: Any) -> None:
         KnownLeaves(wrong)
 
 
+# A busy machine is no defect.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
 NAMES = st.sampled_from(["A", "B", "C"])
 CALLS = st.lists(
     st.tuples(
@@ -166,6 +169,7 @@ CALLS = st.lists(
 )
 
 
+@unhurried
 @given(calls=CALLS)
 def test_a_roomy_memory_answers_like_two_plain_dictionaries(
     calls: list[tuple[str, str, str, str]],
@@ -202,6 +206,7 @@ def test_a_roomy_memory_answers_like_two_plain_dictionaries(
             assert max(on_it, default=None) == (newest.leaf_id if newest else None)
 
 
+@unhurried
 @given(calls=CALLS, room=st.integers(1, 3))
 def test_a_small_memory_never_holds_more_than_it_may(
     calls: list[tuple[str, str, str, str]], room: int
