@@ -112,7 +112,7 @@ class MemoryBackend:
     async def areclaimed_into(self, ref: Ref) -> str | None:
         return self.reclaimed_into(ref)
 
-    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:  # noqa: ARG002  # Shared by version.
+    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:  # Shared by version.
         return True
 
     def fold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:

@@ -252,7 +252,7 @@ def checkpoint(
 
 
 def versions_of(values: Mapping[str, Any]) -> ChannelVersions:
-    return {name: f"{1:032}.0" for name in values}
+    return dict.fromkeys(values, f"{1:032}.0")
 
 
 def id_below(checkpoint_id: str) -> str:
