@@ -25,7 +25,7 @@ def test_the_readme_has_blocks_to_run() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_python_block_escapes(page: Path) -> None:
-    fences = re.findall(r"^\s*```+\s*(?:py|python).*$", page.read_text(), re.MULTILINE)
+    fences = re.findall(r"^[ \t]*```+[ \t]*py.*$", page.read_text(), re.MULTILINE)
     assert ["```python"] * len(_blocks(page)) == fences
 
 
