@@ -101,18 +101,51 @@ def _conclude(state: Any) -> Any:
     }
 
 
-def asking_graph(saver: Any, mode: Mode = "full", **options: Any) -> Any:
-    """Build two parallel nodes over a log: one appends ``"p"``, one asks and appends the answer."""
+def asking_graph(
+    saver: Any, mode: Mode = "full", *, ran: list[str] | None = None, **options: Any
+) -> Any:
+    """Build two parallel nodes over a log: one appends ``"p"``, one asks and appends the answer.
+
+    ``ran`` collects the names of the nodes that ran, each time.
+    """
     builder = StateGraph(_LOGS[mode])
-    builder.add_node("works", lambda state: {"log": ["p"]})
-    builder.add_node("asks", _ask)
-    builder.add_edge(START, "works")
-    builder.add_edge(START, "asks")
+    for name, append in (("works", lambda: ["p"]), ("asks", _ask)):
+        builder.add_node(name, _appending(name, append, ran))
+        builder.add_edge(START, name)
     return builder.compile(checkpointer=saver, **options)
 
 
-def _ask(state: Any) -> Any:
-    return {"log": [interrupt("which?")]}
+def failing_graph(
+    saver: Any, mode: Mode = "full", *, ran: list[str] | None = None, **options: Any
+) -> Any:
+    """Build two nodes in a row over a log: one appends ``"p"``; one fails once, then appends."""
+    failed: list[bool] = []
+
+    def fail_once() -> list[str]:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("this node fails once")
+        return ["q"]
+
+    builder = StateGraph(_LOGS[mode])
+    builder.add_node("works", _appending("works", lambda: ["p"], ran))
+    builder.add_node("fails", _appending("fails", fail_once, ran))
+    builder.add_edge(START, "works")
+    builder.add_edge("works", "fails")
+    return builder.compile(checkpointer=saver, **options)
+
+
+def _appending(name: str, append: Callable[[], list[str]], ran: list[str] | None) -> Any:
+    def node(state: Any) -> Any:
+        if ran is not None:
+            ran.append(name)
+        return {"log": append()}
+
+    return node
+
+
+def _ask() -> list[str]:
+    return [interrupt("which?")]
 
 
 def subgraph_graph(saver: Any, mode: Mode = "full", *, ask: bool = True, **options: Any) -> Any:

@@ -131,7 +131,7 @@ def story(found: Iterable[CheckpointTuple], but: Iterable[str] = ()) -> list[str
                 row.parent_config,
                 sorted(row.checkpoint.items()),
                 sorted((k, v) for k, v in row.metadata.items() if k not in RECORDED),
-                sorted(map(repr, row.pending_writes or ())),
+                sorted(row.pending_writes or (), key=lambda write: (write[1], repr(write[2]))),
             )
         )
         for row in found
