@@ -3,6 +3,7 @@
 from retaining_saver.admission import Admission
 from retaining_saver.annotations import RunHistory
 from retaining_saver.backends import register_backend
+from retaining_saver.backends.retention import StorageStats
 from retaining_saver.caches import (
     CacheStats,
     HistoryCache,
@@ -33,10 +34,14 @@ from retaining_saver.events import (
     Readdressed,
     Reclaimed,
     Refused,
+    ThreadRetained,
     log_hook,
 )
 from retaining_saver.leaves import classify_duration
 from retaining_saver.pins import MemoryPins, Pin, PinRegistry, StorePins
+from retaining_saver.planned import RetentionPlan
+from retaining_saver.policy import RetentionPolicy
+from retaining_saver.retention import RetentionReport
 from retaining_saver.saver import RetainingSaver
 
 __all__ = [
@@ -69,8 +74,13 @@ __all__ = [
     "Refused",
     "RetainingSaver",
     "RetainingSaverError",
+    "RetentionPlan",
+    "RetentionPolicy",
+    "RetentionReport",
     "RunHistory",
+    "StorageStats",
     "StorePins",
+    "ThreadRetained",
     "UnsupportedSaverError",
     "classify_duration",
     "log_hook",

@@ -31,7 +31,7 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.serde.base import SerializerProtocol
 
 from retaining_saver import admission as admissions
-from retaining_saver import interception
+from retaining_saver import interception, retention
 from retaining_saver._steps import Steps, arun, call, run
 from retaining_saver.admission import Admission
 from retaining_saver.annotations import RunHistory, annotate, run_entries, run_history, storable
@@ -48,7 +48,10 @@ from retaining_saver.listing import Listing, apaged, paged
 from retaining_saver.locks import ThreadLocks
 from retaining_saver.parts import AdmissionPoint, Annotations, Classify, Clock, Journal, Parts
 from retaining_saver.pins import MemoryPins, Pin, PinRegistry
+from retaining_saver.planned import RetentionPlan
+from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import RUN_MARKER, Ref, is_root_run, named_refs
+from retaining_saver.retention import RetentionReport
 
 T = TypeVar("T")
 Pins: TypeAlias = list[Pin]  # Inside the class, ``list`` is a method.
@@ -76,6 +79,8 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     ``inner`` is the saver to wrap; one of an unknown class works as before, with one warning and
     nothing reclaimed. Wrapping a ``RetainingSaver`` again changes nothing: its options stand.
 
+    ``policy`` is what ``enforce_thread_retention`` does when given none: by default only
+    metadata-only checkpoints go.
     ``admission``: when leaves are reclaimed. ``"auto"`` at a run's first unpinned root read, else
     at its first put; ``"put"`` at the first put only; ``"manual"`` only by ``admit``.
     ``annotations``: ``"leaf"`` stores metadata-only checkpoints as rows that the next admission
@@ -94,11 +99,13 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     _locks: ThreadLocks
     _readers: Readers
     _hooks: tuple[Hook, ...]
+    _policy: RetentionPolicy
 
     def __init__(
         self,
         inner: BaseCheckpointSaver[Any],
         *,
+        policy: RetentionPolicy | None = None,
         admission: AdmissionPoint = "auto",
         annotations: Annotations = "leaf",
         classify: Classify = classify_duration,
@@ -115,11 +122,13 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         _one_of("annotations", annotations, ("leaf", "fold"))
         self.inner = inner
         if isinstance(inner, RetainingSaver):
+            self._policy = inner._policy
             self._parts = inner._parts
             self._locks = inner._locks
             self._readers = inner._readers
             self._hooks = inner._hooks
         else:
+            self._policy = policy if policy is not None else RetentionPolicy()
             self._locks = ThreadLocks()
             self._readers = Readers()
             self._hooks = tuple(hooks)
@@ -519,6 +528,124 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         self, config: RunnableConfig, entries: Mapping[str, Any]
     ) -> Callable[[Journal], Steps[RunnableConfig]]:
         return lambda journal: annotate(self._parts, journal, config, entries)
+
+    # Whole-thread retention.
+
+    def plan_thread_retention(
+        self, thread_id: str, policy: RetentionPolicy | None = None
+    ) -> RetentionPlan:
+        """Say what ``policy`` (by default the saver's own) would do to a thread; change nothing."""
+        return run(self._plan(str(thread_id), policy))
+
+    async def aplan_thread_retention(
+        self, thread_id: str, policy: RetentionPolicy | None = None
+    ) -> RetentionPlan:
+        """Do what ``plan_thread_retention`` does."""
+        return await arun(self._plan(str(thread_id), policy))
+
+    def _plan(self, thread_id: str, policy: RetentionPolicy | None) -> Steps[RetentionPlan]:
+        policy = policy or self._policy
+        planner = retention.by_policy(self._parts, policy)
+        _, plan = yield from retention.planned(self._parts, thread_id, policy.matches, planner)
+        return plan
+
+    def enforce_thread_retention(
+        self, thread_id: str, policy: RetentionPolicy | None = None, *, dry_run: bool = False
+    ) -> RetentionReport:
+        """Apply ``policy`` (by default the saver's own) to a thread, in one transaction.
+
+        With ``dry_run`` the report has the real numbers and nothing is changed. A broken thread is
+        left alone and reported in ``problems``. Raises ``PlanRefused`` for a thread that keeps
+        changing, ``UnsupportedSaverError`` without a backend for it.
+        """
+        return self._locked(str(thread_id), self._retention(str(thread_id), policy, dry_run))
+
+    async def aenforce_thread_retention(
+        self, thread_id: str, policy: RetentionPolicy | None = None, *, dry_run: bool = False
+    ) -> RetentionReport:
+        """Do what ``enforce_thread_retention`` does."""
+        return await self._alocked(str(thread_id), self._retention(str(thread_id), policy, dry_run))
+
+    def _retention(
+        self, thread_id: str, policy: RetentionPolicy | None, dry_run: bool
+    ) -> Callable[[Journal], Steps[RetentionReport]]:
+        policy = policy or self._policy
+        planner = retention.by_policy(self._parts, policy)
+        return lambda journal: retention.retain(
+            self._parts, journal, thread_id, policy.matches, planner, dry_run=dry_run
+        )
+
+    def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
+        """Keep only the newest state of threads, with what it needs, or delete them whole.
+
+        Safe for delta channels, interrupts, subgraphs and metadata-only leaves. Pins hold against
+        ``"keep_latest"``. A broken thread, or one that keeps changing, is left alone; the others
+        go on, and an event says so. ``"delete_all"`` is another name for ``"delete"``.
+        """
+        deletes = retention.checked_strategy(strategy) == "delete"
+        for thread_id in retention.thread_ids_of(thread_ids):
+            if deletes:
+                self.delete_thread(thread_id)
+            else:
+                self._locked(thread_id, self._pruning(thread_id))
+
+    async def aprune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
+        deletes = retention.checked_strategy(strategy) == "delete"
+        for thread_id in retention.thread_ids_of(thread_ids):
+            if deletes:
+                await self.adelete_thread(thread_id)
+            else:
+                await self._alocked(thread_id, self._pruning(thread_id))
+
+    def _pruning(self, thread_id: str) -> Callable[[Journal], Steps[None]]:
+        return lambda journal: retention.prune_thread(self._parts, journal, thread_id)
+
+    def delete_for_runs(self, run_ids: Sequence[str]) -> None:
+        """Remove what runs stored; what other runs left reads as before.
+
+        A question that one of the runs had answered is open again. Pinned checkpoints stay. Raises
+        ``PlanRefused`` for a thread that is broken or keeps changing; the threads before it are
+        done.
+        """
+        for thread_id in run(retention.threads_of_runs(self._parts, run_ids)):
+            self._locked(thread_id, self._run_deletion(thread_id, run_ids))
+
+    async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
+        for thread_id in await arun(retention.threads_of_runs(self._parts, run_ids)):
+            await self._alocked(thread_id, self._run_deletion(thread_id, run_ids))
+
+    def _run_deletion(
+        self, thread_id: str, run_ids: Sequence[str]
+    ) -> Callable[[Journal], Steps[None]]:
+        return lambda journal: retention.delete_runs(self._parts, journal, thread_id, run_ids)
+
+    def copy_thread(
+        self, source_thread_id: str, target_thread_id: str, *, latest_only: bool = False
+    ) -> None:
+        """Copy a thread's rows to a thread that has none; pins and caches are not copied.
+
+        With ``latest_only`` the copy holds one self-contained head per namespace, with its pending
+        writes. Raises ``PlanRefused`` if the target has rows; an interrupted copy leaves nothing.
+        """
+        self._locked(
+            str(target_thread_id),
+            self._copy(str(source_thread_id), str(target_thread_id), latest_only),
+        )
+
+    async def acopy_thread(
+        self, source_thread_id: str, target_thread_id: str, *, latest_only: bool = False
+    ) -> None:
+        await self._alocked(
+            str(target_thread_id),
+            self._copy(str(source_thread_id), str(target_thread_id), latest_only),
+        )
+
+    def _copy(
+        self, source: str, target: str, latest_only: bool
+    ) -> Callable[[Journal], Steps[None]]:
+        return lambda _journal: retention.copy_thread(
+            self._parts, source, target, latest_only=latest_only
+        )
 
     # The two faces of every operation: hooks run after the lock was released.
 

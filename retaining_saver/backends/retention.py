@@ -1,0 +1,101 @@
+"""What whole-thread retention asks of an adapter, beyond ``Backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from retaining_saver.backends.base import Backend
+from retaining_saver.entries import StoredThread
+from retaining_saver.planned import RetentionPlan
+
+TABLES = ("checkpoints", "writes", "blobs")
+CHUNK = 500
+"""Ids that one statement names at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStats:
+    """Rows and serialized bytes per table (``checkpoints``, ``writes``, ``blobs``).
+
+    Bytes count what savers serialized: checkpoints with their metadata, values of writes and
+    blobs. They are the same before and after for the same rows, and comparable only within one
+    kind of saver. SQLite has no blobs: values stand in its checkpoints.
+    """
+
+    rows: Mapping[str, int]
+    bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a thread held before a plan was applied, and after."""
+
+    before: StorageStats
+    after: StorageStats
+
+
+@runtime_checkable
+class RetentionBackend(Backend, Protocol):
+    """Read whole threads without their values, and apply plans to them.
+
+    - ``stored`` loads no value and needs no user's class; it reads in bounded memory: at most one
+      checkpoint's serialized state at a time.
+    - ``apply`` is one transaction per thread; whatever goes wrong in it leaves everything as it
+      was, and killing the process does too.
+    - Statements name at most ``CHUNK`` ids.
+    - Every method works for threads of tens of thousands of checkpoints.
+    """
+
+    def stored(self, thread_id: str, matches: Callable[[Mapping[str, Any]], bool]) -> StoredThread:
+        """Read a thread for the planner, on one snapshot.
+
+        What cannot be read without a value's class, or without a cipher, becomes a sentence in
+        ``problems``.
+        """
+        ...
+
+    async def astored(
+        self, thread_id: str, matches: Callable[[Mapping[str, Any]], bool]
+    ) -> StoredThread: ...
+
+    def apply(
+        self, thread: StoredThread, plan: RetentionPlan, *, dry_run: bool = False
+    ) -> Applied | None:
+        """Do what ``plan`` says, if the thread is still ``thread``; else return ``None``.
+
+        - The thread is still the same if the same ids with the same parents and the same numbers
+          of rows in the writes table are stored; this is checked inside the transaction.
+        - Folds, new carriers with the writes and seeds they take over, moved writes, rollbacks and
+          grafts come before deletions. Deletions go by id, with their rows in the writes table.
+        - Blobs go that a deleted checkpoint referenced and no surviving one does.
+        - Orphan writes go that ``plan.orphans`` lists, unless their checkpoint was stored since.
+        - What a run stores meanwhile is neither deleted nor overwritten.
+        - With ``dry_run`` everything is done and then undone: the numbers are the real ones.
+        - A transaction that the database refused to serialize is tried again, a few times.
+        """
+        ...
+
+    async def aapply(
+        self, thread: StoredThread, plan: RetentionPlan, *, dry_run: bool = False
+    ) -> Applied | None: ...
+
+    def threads_of_runs(self, run_ids: Sequence[str]) -> list[str]:
+        """List the threads that have a checkpoint whose metadata names one of the runs."""
+        ...
+
+    async def athreads_of_runs(self, run_ids: Sequence[str]) -> list[str]: ...
+
+    def copy_thread(self, source: str, target: str, latest: RetentionPlan | None) -> bool:
+        """Copy a thread's rows, every column of them, under another thread id, in one transaction.
+
+        With ``latest`` (a plan for the source that keeps only its heads) apply that plan to the
+        copy in the same transaction; the source stays as it is. False, and nothing copied, if
+        the target has any row.
+        """
+        ...
+
+    async def acopy_thread(
+        self, source: str, target: str, latest: RetentionPlan | None
+    ) -> bool: ...
