@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
@@ -49,7 +49,7 @@ class MemoryBackend:
     must not slip in between is looked for again after the deletion, and the deletion undone.
     """
 
-    locks_listings = False
+    locks_listings: ClassVar[bool] = False
 
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._saver = cast(InMemorySaver, saver)

@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import aiosqlite
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
@@ -334,7 +334,7 @@ async def _atransact(
 class _AnySqliteBackend:
     """Everything that the two savers share; a subclass runs the statements."""
 
-    locks_listings = True
+    locks_listings: ClassVar[bool] = True
 
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._serde = saver.serde
