@@ -91,6 +91,28 @@ def delta_history(
     return (yield from read.histories(wanted))
 
 
+def writes_arrived(
+    cache: HistoryCache | None,
+    readers: Readers,
+    config: RunnableConfig,
+    *,
+    cache_failed: CacheFailure = _log_failure,
+) -> Steps[None]:
+    """Purge the thread if the checkpoint that was just written to is known not to be newest.
+
+    Time travel can add writes to a checkpoint that has children, when a task runs there again and
+    writes more than before, or answers a question that another branch had left open. The bare
+    saver then reads them into the children as well.
+    """
+    ref = Ref.of(config)
+    if cache is None or not readers.is_superseded(ref):
+        return
+    try:
+        yield from call(cache.delete_thread, cache.adelete_thread, ref.thread_id)
+    except Exception as error:
+        cache_failed(ref, error)
+
+
 class Readers:
     """What the readers of one saver and its clones share: whose turn it is, and parents seen.
 
@@ -99,39 +121,51 @@ class Readers:
 
     def __init__(self) -> None:
         self._flights: WeakValueDictionary[tuple[Ref, str | None], _Flight] = WeakValueDictionary()
-        self._parents: LRUCache[str, LRUCache[Ref, str | None]] = LRUCache(_THREADS_KNOWN)
+        self._threads: LRUCache[str, _Seen] = LRUCache(_THREADS_KNOWN)
         # Re-entrant: a garbage collection inside may finish an abandoned read.
         self._lock = threading.RLock()
 
     def saw(self, stored: CheckpointTuple) -> None:
-        """Remember a stored checkpoint's parent; it saves the next history read a lookup.
+        """Remember that a checkpoint was stored, and its parent; it saves the next read a lookup.
 
-        Not of checkpoints with source ``update``: leaves are among them. A leaf may be reclaimed
-        before its history is read, and then its parent may already have the next run's writes.
+        Not the parent of a checkpoint with source ``update``: leaves are among them. A leaf may
+        be reclaimed before its history is read, and then its parent may already have the next
+        run's writes.
         """
-        if stored.metadata.get("source") == "update":
-            return
         ref = Ref.of(stored.config)
         with self._lock:
-            if ref.thread_id not in self._parents:
-                self._parents[ref.thread_id] = LRUCache(_PARENTS_KNOWN)
-            self._parents[ref.thread_id][ref] = _parent_id(stored)
+            if ref.thread_id not in self._threads:
+                self._threads[ref.thread_id] = _Seen()
+            seen = self._threads[ref.thread_id]
+            seen.ids[ref] = None
+            if stored.metadata.get("source") != "update":
+                seen.ids[ref] = _parent_id(stored)
+            newest = seen.newest.get(ref.checkpoint_ns, "")
+            seen.newest[ref.checkpoint_ns] = max(newest, ref.checkpoint_id or "")
 
     def parent(self, ref: Ref) -> str | None:
-        """Return the parent of a checkpoint that was seen, if it had one."""
+        """Return the parent of a checkpoint that was seen, if it is known and has one."""
         with self._lock:
-            links = self._parents.get(ref.thread_id)
-            return None if links is None else links.get(ref)
+            seen = self._threads.get(ref.thread_id)
+            return seen.ids.get(ref) if seen else None
 
     def has_seen(self, ref: Ref) -> bool:
         """Tell whether a checkpoint is known to have been stored."""
         with self._lock:
-            return ref in self._parents.get(ref.thread_id, ())
+            seen = self._threads.get(ref.thread_id)
+            return seen is not None and ref in seen.ids
+
+    def is_superseded(self, ref: Ref) -> bool:
+        """Tell whether a newer checkpoint of the namespace was seen."""
+        with self._lock:
+            seen = self._threads.get(ref.thread_id)
+            newest = seen.newest.get(ref.checkpoint_ns, "") if seen else ""
+            return (ref.checkpoint_id or "") < newest
 
     def forget_thread(self, thread_id: str) -> None:
-        """Forget the parents of a thread whose rows were deleted or moved."""
+        """Forget a thread whose rows were deleted or moved."""
         with self._lock:
-            self._parents.pop(thread_id, None)
+            self._threads.pop(thread_id, None)
 
     def flight(self, ref: Ref, epoch: Epoch | None) -> _Flight:
         """Return what everyone who misses ``ref`` in one epoch shares."""
@@ -141,6 +175,14 @@ class Readers:
             if flight is None:
                 flight = self._flights[key] = _Flight()
             return flight
+
+
+class _Seen:
+    """What was seen of one thread: parents by checkpoint, and each namespace's newest id."""
+
+    def __init__(self) -> None:
+        self.ids: LRUCache[Ref, str | None] = LRUCache(_PARENTS_KNOWN)
+        self.newest: LRUCache[str, str] = LRUCache(_PARENTS_KNOWN)
 
 
 class _Flight:

@@ -82,9 +82,7 @@ class Reader:
         self.options = options
 
     def steps(self, config: RunnableConfig, channels: Sequence[str]) -> Any:
-        return delta_history(
-            self.inner, self.cache, self.readers, config, channels, **self.options
-        )
+        return delta_history(self.inner, self.cache, self.readers, config, channels, **self.options)
 
     def read(self, config: RunnableConfig, channels: Sequence[str] = CHANNELS) -> Histories:
         return run(self.steps(config, channels))
@@ -104,13 +102,11 @@ async def bare(face: Face, saver: Saver, config: RunnableConfig) -> Histories:
 
 async def listed(saver: Saver, thread_id: str) -> list[str]:
     """Every checkpoint id of the thread's root namespace, oldest first."""
-    found = [t async for t in saver.alist(at(thread_id))] if _is_async(saver) else []
-    found = found or list(saver.list(at(thread_id)))
-    return sorted(str(Ref.of(t.config).checkpoint_id) for t in found)
-
-
-def _is_async(saver: Saver) -> bool:
-    return type(saver).__name__.startswith("Async")
+    if type(saver).__name__.startswith("Async"):
+        found = [stored async for stored in saver.alist(at(thread_id))]
+    else:
+        found = list(saver.list(at(thread_id)))
+    return sorted(stored.checkpoint["id"] for stored in found)
 
 
 async def grow(face: Face, saver: Saver, thread_id: str, rng: random.Random, steps: int) -> None:
