@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
 from psycopg.types.json import Jsonb
 
 from retaining_saver.backends.base import (
     NEIGHBOURS,
+    NOTHING_MOVES,
     Movable,
     ReclaimOutcome,
     Row,
@@ -288,7 +289,7 @@ class PostgresBackend:
     through, and nothing was changed.
     """
 
-    locks_listings = True
+    locks_listings: ClassVar[bool] = True
 
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._saver = saver
@@ -336,7 +337,8 @@ class PostgresBackend:
     async def areclaimed_into(self, ref: Ref) -> str | None:
         return await self._session.aread(_reclaimed_into(ref))
 
-    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:  # noqa: ARG002  # Shared by version.
+    def same_values(self, row: Row, checkpoint: Checkpoint) -> bool:
+        # Blobs are shared by version, and inline values are part of the body.
         return True
 
     def fold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
@@ -353,7 +355,7 @@ class PostgresBackend:
         parent: Row,
         *,
         only_head: bool = True,
-        movable: Movable = Movable(),
+        movable: Movable = NOTHING_MOVES,
     ) -> ReclaimOutcome:
         ref = Ref(thread_id, checkpoint_ns, leaf.checkpoint_id)
         return self._session.write(_reclaim(ref, leaf, parent, only_head, movable))
@@ -366,7 +368,7 @@ class PostgresBackend:
         parent: Row,
         *,
         only_head: bool = True,
-        movable: Movable = Movable(),
+        movable: Movable = NOTHING_MOVES,
     ) -> ReclaimOutcome:
         ref = Ref(thread_id, checkpoint_ns, leaf.checkpoint_id)
         return await self._session.awrite(_reclaim(ref, leaf, parent, only_head, movable))
@@ -520,7 +522,7 @@ def _refusal(flags: Rows) -> ReclaimOutcome:
 
 def _moves(ref: Ref, leaf_id: str, parent_id: str, movable: Movable) -> Statements[dict[str, str]]:
     """Say under which task id each write on the leaf may move; empty if one may not."""
-    if movable == Movable():
+    if movable == NOTHING_MOVES:
         return {}
     rows = yield _TASK_IDS, _named(ref)
     return planned_moves((row[0] for row in rows), leaf_id, parent_id, movable)

@@ -98,9 +98,7 @@ class Arena:
 
     def worker(self, pause: str = "", isolation: str = "read committed") -> PostgresBackend:
         """Open another worker's saver; ``pause`` names the statement that the gate holds."""
-        connection = self.stack.enter_context(
-            Connection.connect(self.url, row_factory=dict_row, **settings(pause, isolation))
-        )
+        connection = self.stack.enter_context(connect(self.url, options_of(pause, isolation)))
         return PostgresBackend(PostgresSaver(connection))
 
     def start(self, work: Callable[[], Any]) -> Future[Any]:
@@ -146,12 +144,15 @@ class Arena:
         return [task_id for (task_id,) in rows.fetchall()]
 
 
-def settings(pause: str = "", isolation: str = "read committed") -> dict[str, Any]:
+def options_of(pause: str = "", isolation: str = "read committed") -> str:
     """Say to a new connection which statement of it the gate holds."""
     named = {"test.pause": pause, "default_transaction_isolation": isolation}
     escaped = {name: value.replace(" ", "\\ ") for name, value in named.items()}
-    options = " ".join(f"-c {name}={value}" for name, value in escaped.items())
-    return {"autocommit": True, "options": options}
+    return " ".join(f"-c {name}={value}" for name, value in escaped.items())
+
+
+def connect(url: str, options: str) -> Connection[DictRow]:
+    return Connection[DictRow].connect(url, autocommit=True, options=options, row_factory=dict_row)
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def test_a_child_or_write_that_committed_before_keeps_the_leaf(arena: Arena) -> 
 @pytest.mark.parametrize("who_looks_last", ["the deleter", "the writer"])
 def test_one_of_deleter_and_writer_always_sees_the_other(arena: Arena, who_looks_last: str) -> None:
     worker, parent_id = arena.worker(), arena.parent.checkpoint_id
-    with Connection.connect(arena.url, row_factory=dict_row) as uncommitted:
+    with Connection[DictRow].connect(arena.url, row_factory=dict_row) as uncommitted:
         writing = PostgresSaver(uncommitted)
         child_id = put_child(writing, arena.leaf_ref)
         writing.put_writes(arena.leaf_ref.config(), [("messages", "late")], "task-1")
@@ -422,11 +423,11 @@ def dying(url: str, pause: str, kind: str) -> Iterator[PostgresBackend]:
     """Open a saver on a connection that will be killed, and close it as its user would."""
     if kind == "pool":
         with ConnectionPool[Connection[DictRow]](
-            url, min_size=1, max_size=1, kwargs=settings(pause)
+            url, min_size=1, max_size=1, kwargs={"autocommit": True, "options": options_of(pause)}
         ) as pool:
             yield PostgresBackend(PostgresSaver(pool))
         return
-    connection = Connection.connect(url, row_factory=dict_row, **settings(pause))
+    connection = connect(url, options_of(pause))
     try:
         if kind == "pipeline":
             pipeline = connection.pipeline()
@@ -440,8 +441,8 @@ def dying(url: str, pause: str, kind: str) -> Iterator[PostgresBackend]:
 @pytest.mark.parametrize("pause", ["DELETE checkpoints", "UPDATE checkpoints"])
 async def test_a_cancelled_reclaim_changes_nothing(arena: Arena, pause: str) -> None:
     before = arena.everything()
-    async with await AsyncConnection.connect(
-        arena.url, row_factory=dict_row, **settings(pause)
+    async with await AsyncConnection[DictRow].connect(
+        arena.url, autocommit=True, options=options_of(pause), row_factory=dict_row
     ) as connection:
         worker = PostgresBackend(AsyncPostgresSaver(connection))
         with arena.gate_closed():
