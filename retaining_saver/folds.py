@@ -15,7 +15,7 @@ is another checkpoint's came along when a writer copied that checkpoint's metada
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MARK = "retention"
@@ -144,6 +144,52 @@ def folded_into(
         added = _union(added, {"run_durations": list(durations)})
     merged[MARK] = _marked_as_folded(parent, parent_id, leaf, leaf_id, added)
     return merged
+
+
+def history_into(
+    target: Metadata, target_id: str, dropped: Metadata, keep_runs: int
+) -> dict[str, Any]:
+    """Return ``target`` with the run history that ``dropped`` records, and nothing else of it.
+
+    What ``target`` says by itself stands. Of the runs that came by folding only the ``keep_runs``
+    newest stay, with the messages they wrote, so that no checkpoint's map grows for ever.
+    """
+    durations, messages = history_of(dropped)
+    gained: dict[str, dict[str, Any]] = {
+        "run_durations": durations,
+        "run_message_ids": messages,
+    }
+    merged, names = dict(target), _folded_names(target_id, target)
+    for key, entries in gained.items():
+        known = _mapping(target.get(key))
+        new = {name: value for name, value in entries.items() if name not in known}
+        if new:
+            merged[key] = {**known, **new}
+            names = _union(names, {key: list(new)})
+    wrote = _mapping(merged.get("run_message_ids"))
+    timed = names.get("run_durations") or []
+    writers = list(dict.fromkeys(wrote.get(n) for n in names.get("run_message_ids") or ()))
+    expired = {
+        *timed[: max(len(timed) - keep_runs, 0)],
+        *writers[: max(len(writers) - keep_runs, 0)],
+    }
+    _forget(merged, names, "run_durations", lambda name, _: name in expired)
+    _forget(merged, names, "run_message_ids", lambda _, run_id: run_id in expired)
+    mark = dict(_mapping(target.get(MARK)))
+    gone = reclaimed_ids(target_id, target)
+    merged[MARK] = {**mark, "folded": {"id": target_id, "entries": names}, "reclaimed": gone}
+    return merged
+
+
+def _forget(
+    metadata: dict[str, Any], names: Names, key: str, is_expired: Callable[[str, Any], bool]
+) -> None:
+    entries = _mapping(metadata.get(key))
+    folded = set(names.get(key) or ())
+    expired = {n for n, value in entries.items() if n in folded and is_expired(n, value)}
+    if expired:
+        metadata[key] = {n: value for n, value in entries.items() if n not in expired}
+        names[key] = [n for n in names.get(key) or () if n not in expired]
 
 
 def reclaimed_ids(checkpoint_id: str, metadata: Metadata) -> list[str]:

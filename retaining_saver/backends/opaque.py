@@ -93,6 +93,20 @@ def holds_value(channel: str, stored: tuple[str, bytes], serde: SerializerProtoc
         return True
 
 
+def is_snapshot(stored: tuple[str, bytes], serde: SerializerProtocol) -> bool:
+    """Tell whether a value that has a row of its own is a delta channel's snapshot."""
+    kind, data = _decrypted(stored, serde)
+    if kind == "pickle":
+        return _close_pickle(_load_pickle(data)).code == DELTA_SNAPSHOT
+    return kind == "msgpack" and _extension_code(data) == DELTA_SNAPSHOT
+
+
+def _extension_code(data: bytes) -> int | None:
+    """Read the code of a msgpack extension type from the first bytes, without what it holds."""
+    at = {0xC7: 2, 0xC8: 3, 0xC9: 5}.get(data[0], 1 if 0xD4 <= data[0] <= 0xD8 else None)
+    return None if at is None else data[at]
+
+
 def is_due(channels: Iterable[str]) -> bool:
     """Tell whether one of these channels, holding a value, means that something is about to run."""
     return any(name in ("__start__", _SENDS) or name.startswith("branch:to:") for name in channels)
