@@ -210,9 +210,10 @@ class RedisHistoryCache:
     ) -> Mapping[HistoryKey, StoredHistory]:
         found: dict[HistoryKey, StoredHistory] = {}
         for key, value in zip(keys, values or (), strict=False):
-            tag, _, data = (value or b"").partition(b"\0")
-            if tag and not _is_pickle(tag.decode()):
-                found[key] = StoredHistory.packed(tag.decode(), data)
+            written, _, data = (value or b"").partition(b"\0")
+            tag = written.decode("ascii", "ignore")
+            if tag and not _is_pickle(tag):
+                found[key] = StoredHistory.packed(tag, data)
         self._tally.add(hits=len(found), misses=len(keys) - len(found))
         return found
 
