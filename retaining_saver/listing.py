@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
@@ -57,6 +58,24 @@ class Listing:
 def is_carrier(found: CheckpointTuple) -> bool:
     """Tell whether a checkpoint only carries what delta channels need across a cut."""
     return kind_of(found.checkpoint["id"], found.metadata) == "carrier"
+
+
+def shown(found: Iterator[CheckpointTuple], limit: int | None) -> Iterator[CheckpointTuple]:
+    """Leave out carriers, and stop after ``limit`` others."""
+    return islice((item for item in found if not is_carrier(item)), limit)
+
+
+async def ashown(
+    found: AsyncIterator[CheckpointTuple], limit: int | None
+) -> AsyncIterator[CheckpointTuple]:
+    """Leave out carriers, and stop after ``limit`` others."""
+    left = limit
+    async for item in found:
+        if not is_carrier(item):
+            yield item
+            left = None if left is None else left - 1
+            if left == 0:
+                return
 
 
 def paged(inner: Saver, listing: Listing) -> Iterator[CheckpointTuple]:

@@ -44,7 +44,7 @@ from retaining_saver.events import Hook, emit, log_hook
 from retaining_saver.interception import Put, WritesRoute
 from retaining_saver.known import KnownLeaves
 from retaining_saver.leaves import classify_duration
-from retaining_saver.listing import Listing, apaged, paged
+from retaining_saver.listing import Listing, apaged, ashown, is_carrier, paged, shown
 from retaining_saver.locks import ThreadLocks
 from retaining_saver.parts import AdmissionPoint, Annotations, Classify, Clock, Journal, Parts
 from retaining_saver.pins import MemoryPins, Pin, PinRegistry
@@ -259,6 +259,11 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         found = yield from call(inner.get_tuple, inner.aget_tuple, config)
         if found is None:
             yield from interception.missing(self._parts, ref, is_root_run(config))
+        elif is_carrier(found):
+            raise CheckpointNotFoundError(
+                f"Checkpoint {ref.checkpoint_id} of thread {ref.thread_id} stands for checkpoints "
+                "that retention removed; it holds no state of its own. Name one of its children."
+            )
         return self._noted(found)
 
     def list(
@@ -269,10 +274,12 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         before: RunnableConfig | None = None,
         limit: int | None = None,
     ) -> Iterator[CheckpointTuple]:
-        listing = Listing(config, filter, before, limit)
+        inner, listing = self._parts.inner, Listing(config, filter, before, limit)
         if self._pages(listing):
-            return paged(self._parts.inner, listing)
-        return self._parts.inner.list(config, filter=filter, before=before, limit=limit)
+            return paged(inner, listing)
+        if self._counts(listing):
+            return shown(inner.list(config, filter=filter, before=before), limit)
+        return shown(inner.list(config, filter=filter, before=before, limit=limit), None)
 
     def alist(
         self,
@@ -282,14 +289,21 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         before: RunnableConfig | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[CheckpointTuple]:
-        listing = Listing(config, filter, before, limit)
+        inner, listing = self._parts.inner, Listing(config, filter, before, limit)
         if self._pages(listing):
-            return apaged(self._parts.inner, listing)
-        return self._parts.inner.alist(config, filter=filter, before=before, limit=limit)
+            return apaged(inner, listing)
+        if self._counts(listing):
+            return ashown(inner.alist(config, filter=filter, before=before), limit)
+        return ashown(inner.alist(config, filter=filter, before=before, limit=limit), None)
 
     def _pages(self, listing: Listing) -> bool:
         backend = self._parts.backend
         return listing.pages and backend is not None and backend.locks_listings
+
+    def _counts(self, listing: Listing) -> bool:
+        """Tell whether the wrapped saver lists lazily, so that its own limit can be left out."""
+        backend = self._parts.backend
+        return listing.pages and backend is not None and not backend.locks_listings
 
     def get_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]

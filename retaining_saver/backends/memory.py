@@ -19,6 +19,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from retaining_saver.backends import moves
 from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
 from retaining_saver.backends.chains import along_parents
+from retaining_saver.backends.memory_threads import MemoryThreads
 from retaining_saver.backends.opaque import body_of, holds_value, is_due
 from retaining_saver.folds import folded_into, reclaimed_ids
 from retaining_saver.records import Ref
@@ -44,7 +45,7 @@ def _lock_of(storage: object) -> threading.Lock:
         return lock
 
 
-class MemoryBackend:
+class MemoryBackend(MemoryThreads):
     """The adapter to ``InMemorySaver``. LangGraph's own ``put`` does not take our lock, so what
     must not slip in between is looked for again after the deletion, and the deletion undone.
     """

@@ -290,7 +290,7 @@ class MemoryThreads:
             saver.blobs[thread_id, ns, channel, version] = new.blobs[ns, channel, version]
         for key, written in new.writes.items():
             if written != old.writes.get(key):
-                saver.writes[(thread_id, *key)] = dict(written)
+                saver.writes[thread_id, key[0], key[1]] = dict(written)
         for (ns, checkpoint_id), stored in new.checkpoints.items():
             if stored != old.checkpoints.get((ns, checkpoint_id)):
                 saver.storage[thread_id][ns][checkpoint_id] = stored
