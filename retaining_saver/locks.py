@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from weakref import WeakValueDictionary
 
 from aiologic import BinarySemaphore
+
+
+class LockWouldDeadlock(RuntimeError):
+    """Waiting for a lock would never end."""
 
 
 class ThreadLocks:
@@ -16,7 +22,7 @@ class ThreadLocks:
     - Waiting in ``async with`` never blocks the loop; cancelling it leaves nothing acquired.
     - Different thread ids never wait for each other.
     - A thread id that nobody holds or waits for has no lock object.
-    - Not re-entrant. A thread that would wait for itself gets a ``RuntimeError``: one that holds
+    - Not re-entrant. A thread that would wait for itself gets ``LockWouldDeadlock``: one that holds
       the lock already, or that would block the very event loop whose task holds the lock or is
       before it in the queue. A *task* that asks for what it holds waits for ever.
     - Hold one at a time: two that are taken in opposite orders wait for each other.
@@ -31,6 +37,17 @@ class ThreadLocks:
     def hold(self, thread_id: str) -> Hold:
         """Return what holds the lock of ``thread_id`` in one ``with`` or ``async with``."""
         return Hold(self, thread_id)
+
+    @contextmanager
+    def hold_if_possible(self, thread_id: str) -> Iterator[None]:
+        """Hold the lock, or go on without it where waiting would never end.
+
+        For work that the database's own conditions keep safe, too: the lock saves it from refusals.
+        """
+        with ExitStack() as stack:
+            with suppress(LockWouldDeadlock):
+                stack.enter_context(self.hold(thread_id))
+            yield
 
     def __len__(self) -> int:
         """Count the thread ids that somebody holds or waits for."""
@@ -106,7 +123,7 @@ class Hold:
         # Nobody else adds this OS thread's number, so a "no" stays true while it waits.
         if blocks and self._os_thread in self._entry.os_threads:
             self._entry = None
-            raise RuntimeError(
+            raise LockWouldDeadlock(
                 f"Waiting for the lock of thread {self._thread_id!r} would never end: this OS "
                 f"thread holds it, or runs the event loop whose task holds or awaits it. "
                 f"Use the async methods on an event loop."

@@ -666,7 +666,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     def _locked(self, thread_id: str, operation: Callable[[Journal], Steps[T]]) -> T:
         journal = Journal(self._parts.clock)
         try:
-            with self._locks.hold(thread_id):
+            with self._locks.hold_if_possible(thread_id):
                 return run(operation(journal))
         finally:
             emit(self._hooks, journal.events)
