@@ -210,15 +210,32 @@ def test_writes_that_commit_while_the_leaf_is_deleted_are_rescued(arena: Arena) 
     assert sorted(arena.writes(arena.parent.checkpoint_id)) == sorted(["task-1", str(parents_own)])
 
 
-def test_a_child_or_write_that_committed_before_keeps_the_leaf(arena: Arena) -> None:
+def test_a_write_that_committed_before_keeps_the_leaf(arena: Arena) -> None:
     arena.saver.put_writes(arena.leaf_ref.config(), [("messages", "x")], "task-1")
+    before = arena.everything()
     assert arena.backend.reclaim(THREAD, "", arena.leaf, arena.parent) == "has_writes"
+    assert arena.everything() == before
+
+
+@pytest.mark.parametrize("only_head", [True, False])
+def test_a_child_that_committed_before_keeps_the_leaf(arena: Arena, only_head: bool) -> None:
     put_child(arena.saver, arena.leaf_ref)
     before = arena.everything()
-    assert arena.backend.reclaim(THREAD, "", arena.leaf, arena.parent) == "superseded"
-    outcome = arena.backend.reclaim(THREAD, "", arena.leaf, arena.parent, only_head=False)
-    assert outcome == "superseded"
+    reclaiming = arena.reclaim_by(arena.worker(), only_head=only_head)
+    assert reclaiming.result() == "superseded"
     assert arena.everything() == before
+
+
+def test_a_child_that_commits_while_the_leaf_is_locked_keeps_it(arena: Arena) -> None:
+    first, second = arena.worker(pause="UPDATE checkpoints"), arena.worker()
+    with arena.gate_closed():
+        folding = arena.start(lambda: first.fold(arena.parent_ref, "b", {"title": "b"}))
+        arena.wait_for(WAITING_AT_GATE)
+        reclaiming = arena.reclaim_by(second)
+        arena.wait_for(WAITING_FOR_ROWS)
+        child_id = put_child(arena.saver, arena.leaf_ref)
+    assert (folding.result(), reclaiming.result()) == (True, "superseded")
+    assert arena.parent_of(child_id) == arena.leaf.checkpoint_id
 
 
 @pytest.mark.parametrize("who_looks_last", ["the deleter", "the writer"])
