@@ -46,5 +46,7 @@ def test_the_blocks_of_a_page_run_in_order(
         monkeypatch.setenv("REDIS_URL", request.getfixturevalue("redis_url"))
     namespace: dict[str, object] = {"__name__": "__main__"}
     for lines_before, block in _blocks(page):
-        # Padded, so that a traceback names the line of the page.
-        exec(compile("\n" * lines_before + block, str(page), "exec"), namespace)
+        # Padded, so that a traceback names the line of the page. This file's own future imports
+        # are not the reader's.
+        code = compile("\n" * lines_before + block, str(page), "exec", dont_inherit=True)
+        exec(code, namespace)
