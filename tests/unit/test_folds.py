@@ -334,6 +334,14 @@ def test_the_newest_reclaimed_ids_are_remembered() -> None:
     assert RECLAIMED_KEPT + 3 == len(parent["run_durations"])
 
 
+def test_a_leaf_whose_mark_cannot_be_read_loses_nothing_when_it_is_folded_into() -> None:
+    leaf = tagged_leaf(PARENT, "L1", run_durations={"run-1": 2})
+    leaf[MARK]["added"] = "unreadable"
+    above = tagged_leaf(leaf, "L2", run_durations={"run-2": 3})
+    folded = folded_into(PARENT, "P", folded_into(leaf, "L1", above, "L2"), "L1")
+    assert {"run-0": 4, "run-1": 2, "run-2": 3} == folded["run_durations"]
+
+
 # Properties
 
 # A busy machine is no defect.

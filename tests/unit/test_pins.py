@@ -157,6 +157,16 @@ def test_every_pin_of_a_thread_is_read_however_many_there_are() -> None:
     assert [] == stored(store)
 
 
+def test_items_below_a_threads_namespace_are_not_its_pins() -> None:
+    # A store's search takes a prefix; what somebody keeps below ours is not ours to read or delete.
+    store = InMemoryStore()
+    store.put((*_namespace("t"), "deeper"), "key", {"anything": 1})
+    pins = StorePins(store)
+    assert [] == pins.pinned("t", NOW)
+    pins.delete_thread("t")
+    assert 1 == len(stored(store))
+
+
 def test_every_search_starts_at_the_beginning() -> None:
     # A pin removed between two pages would hide the one after it.
     store = CountingStore()
