@@ -11,8 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
+from retaining_saver.annotated import place_annotations
 from retaining_saver.branches import Choice, chosen, protect
-from retaining_saver.entries import ERROR, INTERRUPT, RESUME, SENDS, StoredCheckpoint
+from retaining_saver.entries import SENDS, StoredCheckpoint
 from retaining_saver.lineage import Lineage, Namespace, is_call
 from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import ROOT_NS
@@ -119,43 +120,6 @@ def _sends_from_parent(ns: Namespace, row: StoredCheckpoint) -> bool:
     return row.v < 4 and parent is not None and SENDS in parent.writes.channels
 
 
-def _place_annotations(
-    ns: Namespace,
-    choice: Choice,
-    pins: Collection[str],
-    referenced: Collection[Key],
-    removes: bool,
-) -> None:
-    for i in ns.order:
-        if i not in ns.annotations:
-            continue
-        base = ns.base[i]
-        free = i not in pins and (ns.name, i) not in referenced
-        moves = bool(ns.rows[i].writes.rows)
-        if i in pins:
-            choice.keep[i] = "pinned"
-        elif removes and free and (not moves or _may_move(ns, choice, i, pins)):
-            choice.drop[i] = "link" if ns.direct[i] else "leaf"
-            if moves:
-                choice.moving.add(i)
-        elif base in choice.keep:
-            choice.keep[i] = "annotation"
-        else:
-            choice.drop[i] = choice.drop[base] if base is not None else "expired"
-
-
-def _may_move(ns: Namespace, choice: Choice, i: str, pins: Collection[str]) -> bool:
-    """Tell whether a link's rows read the same on its parent: nobody else would read them there."""
-    row, parent, below = ns.rows[i], ns.rows[i].parent_id, ns.direct[i]
-    if parent is None or parent not in choice.keep or parent in pins or parent in ns.annotations:
-        return False
-    alone = ns.direct[parent] == [i] and len(below) == 1 and below[0] in choice.keep
-    special = {INTERRUPT, ERROR, RESUME, SENDS} & row.writes.channels
-    # Readers apply the null task's rows as the parent's own state.
-    plain = not special and not row.writes.null_task
-    return alone and plain and not ns.rows[parent].writes.rows
-
-
 def _finished(
     lin: Lineage,
     root: Choice,
@@ -167,22 +131,25 @@ def _finished(
     """Complete the root's choice, and choose in every other namespace accordingly."""
     referenced = {pair for row in lin.thread.checkpoints for pair in row.parents}
     choices: dict[str, Choice] = {}
+    # Annotations have no subgraphs: one that has does not go.
+    roots = lin.namespaces.get(ROOT_NS) if root.drop else None
     for name in sorted(lin.namespaces):  # The root namespace sorts first.
         ns = lin.namespaces[name]
-        choice = root if name == ROOT_NS else _subgraph(ns, lin, choices.get(ROOT_NS), pins)
+        choice = root if name == ROOT_NS else _subgraph(ns, roots, root, pins)
         _keep_pending_sends(ns, choice)
-        _place_annotations(ns, choice, _pins_in(ns, pins), referenced, annotations)
+        place_annotations(ns, choice, _pins_in(ns, pins), referenced, annotations)
         choices[name] = choice
     return Selection(choices, notes)
 
 
-def _subgraph(ns: Namespace, lin: Lineage, root: Choice | None, pins: Collection[Key]) -> Choice:
-    real_root = lin.namespaces[ROOT_NS] if root is not None else None
-    if root is None or real_root is None or not any(i in root.drop for i in real_root.real):
+def _subgraph(
+    ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]
+) -> Choice:
+    if roots is None:
         return Choice(keep=dict.fromkeys(ns.real, "subgraphs_untouched"))
     if is_call(ns.name):
         return _call(ns, root, pins)
-    return _persistent(ns, real_root, root, pins)
+    return _persistent(ns, roots, root, pins)
 
 
 def _call(ns: Namespace, root: Choice, pins: Collection[Key]) -> Choice:
