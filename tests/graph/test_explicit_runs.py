@@ -26,6 +26,7 @@ from tests.support.faces import Face
 from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.savers import ONE_PER_BACKEND, Saver, Where, open_saver
 from tests.support.threads import (
+    Words,
     dangling,
     face_of,
     ids,
@@ -211,8 +212,9 @@ async def test_replaying_a_waiting_checkpoint_equals_the_bare_savers(
             await desk.run(Command(resume="q"))
             if on is ours:
                 await desk.leaf()
-            done.append(await desk.run(None, waiting))
-            done.append(await desk.run(Command(resume="other"), waiting))
+            words = Words()
+            done.append(words.of(await desk.run(None, waiting)))
+            done.append(words.of(await desk.run(Command(resume="other"), waiting)))
             rows = await desk.rows()
             told.append(story(rows, but=metadata_only(rows)))
     assert done[:2] == done[2:]

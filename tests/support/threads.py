@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,9 +120,13 @@ class Words:
         return self._seen.setdefault(name, f"<id {len(self._seen)}>")
 
 
-def story(found: Iterable[CheckpointTuple], but: Iterable[str] = ()) -> list[str]:
+def story(
+    found: Iterable[CheckpointTuple],
+    but: Iterable[str] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> list[str]:
     """Spell everything stored of a thread, but for the checkpoints ``but`` and what they record."""
-    words = Words()
+    words = Words(dict(aliases or {}))
     skipped = set(but)
     return [
         words.of(
