@@ -302,6 +302,20 @@ def test_a_refusal_and_a_failure_leave_the_users_open_transaction_as_it_was(
         assert PostgresBackend(saver).fold(Ref(thread_id, "", leaf.checkpoint_id), "x", {"a": 1})
 
 
+def test_what_the_user_sent_into_a_pipeline_before_is_not_undone_with_our_refusal(
+    postgres_url: str, thread_id: str
+) -> None:
+    with PostgresSaver.from_conn_string(postgres_url, pipeline=True) as saver:
+        leaf, parent = put_turn_and_leaf(saver, thread_id)
+        put_leaf(saver, thread_id, run_id="run-2")
+        connection_of(saver).execute(
+            "UPDATE checkpoints SET metadata = metadata || '{\"mine\": 1}' WHERE thread_id = %s",
+            (thread_id,),
+        )
+        assert PostgresBackend(saver).reclaim(thread_id, "", leaf, parent) == "superseded"
+        assert stored(PostgresBackend(saver), Ref(thread_id)).metadata["mine"] == 1
+
+
 @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
 @pytest.mark.parametrize("pipeline", [False, True])
 def test_text_that_postgres_cannot_store_fails_and_changes_nothing(
