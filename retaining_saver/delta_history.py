@@ -30,6 +30,7 @@ from langgraph.checkpoint.base import (
 )
 from langgraph.checkpoint.serde.event_hooks import SerdeEvent, register_serde_event_listener
 
+from retaining_saver import folds
 from retaining_saver._steps import Steps, call
 from retaining_saver.caches.base import Epoch, HistoryCache, HistoryKey
 from retaining_saver.caches.history import StoredHistory
@@ -128,18 +129,15 @@ class Readers:
     def saw(self, stored: CheckpointTuple) -> None:
         """Remember that a checkpoint was stored, and its parent; it saves the next read a lookup.
 
-        Not the parent of a checkpoint with source ``update``: leaves are among them. A leaf may
-        be reclaimed before its history is read, and then its parent may already have the next
-        run's writes.
+        Not the parent of what may be a leaf: it may be reclaimed before its history is read, and
+        then its parent may already have the next run's writes.
         """
         ref = Ref.of(stored.config)
         with self._lock:
             if ref.thread_id not in self._threads:
                 self._threads[ref.thread_id] = _Seen()
             seen = self._threads[ref.thread_id]
-            seen.ids[ref] = None
-            if stored.metadata.get("source") != "update":
-                seen.ids[ref] = _parent_id(stored)
+            seen.ids[ref] = None if _may_be_leaf(stored) else _parent_id(stored)
             newest = seen.newest.get(ref.checkpoint_ns, "")
             seen.newest[ref.checkpoint_ns] = max(newest, ref.checkpoint_id or "")
 
@@ -487,6 +485,12 @@ class _Read:
             yield
         except Exception as error:
             self.cache_failed(self.ref, error)
+
+
+def _may_be_leaf(stored: CheckpointTuple) -> bool:
+    metadata = stored.metadata
+    marked = folds.kind_of(stored.checkpoint["id"], metadata) is not None
+    return marked or metadata.get("source") == "update" or folds.has_legacy_marker(metadata)
 
 
 def _parent_id(stored: CheckpointTuple) -> str | None:

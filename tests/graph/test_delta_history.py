@@ -1,34 +1,41 @@
-"""Delta histories of real graphs, read through the cache: equal to the bare saver's, and cheaper."""
+"""Delta histories of real graphs, read through the cache: as on the bare saver, and cheaper."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import operator
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import RunnableConfig
 from langgraph.channels.delta import DeltaChannel
 from langgraph.checkpoint.base import BaseCheckpointSaver, DeltaChannelHistory
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.graph import END, START, StateGraph
+from langgraph.types import Command, interrupt
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from retaining_saver._steps import arun, run
 from retaining_saver.caches import HistoryCache, MemoryHistoryCache, RedisHistoryCache
-from retaining_saver.delta_history import MAX_STEPS, Readers, delta_history
+from retaining_saver.delta_history import MAX_STEPS, Readers, delta_history, writes_arrived
 from retaining_saver.errors import CheckpointNotFoundError
 from retaining_saver.records import Ref
 from tests.support.faces import ASYNC, SYNC, Face, kinds_and_faces
 from tests.support.graphs import extend, merge_messages
+from tests.support.leaves import put_leaf
 from tests.support.savers import ONE_PER_BACKEND, Where, open_saver
 
 CHANNELS = ("messages", "log")
@@ -147,3 +154,522 @@ async def test_every_checkpoint_of_a_tree_reads_as_on_the_bare_saver(
                 ours = await face(reader.read, reader.aread, config)
                 assert await bare(face, saver, config) == ours
         assert cache.stats().hits > 0
+
+
+async def test_two_processes_on_one_redis_read_as_the_bare_saver_does(
+    face: Face, where: Where, thread_id: str, redis_url: str
+) -> None:
+    rng = random.Random(7)
+    kind = "sqlite" if face is SYNC else "asqlite"
+    async with AsyncExitStack() as stack:
+        readers = []
+        for _ in range(2):
+            saver = await stack.enter_async_context(open_saver(kind, where))
+            cache = RedisHistoryCache(redis_url, database=thread_id, max_per_thread=10)
+            stack.push_async_callback(cache.aclose)
+            readers.append(Reader(saver, cache))
+        for _ in range(3):
+            await grow(face, readers[0].inner, thread_id, rng, 2)
+            for checkpoint_id in await listed(readers[0].inner, thread_id):
+                config = at(thread_id, checkpoint_id)
+                expected = await bare(face, readers[0].inner, config)
+                for reader in (*readers, *reversed(readers)):
+                    assert expected == await face(reader.read, reader.aread, config)
+        for reader in readers:
+            assert isinstance(reader.cache, RedisHistoryCache)
+            assert reader.cache.stats().hits > 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), max_entries=st.integers(1, 12))
+def test_random_trees_read_as_on_the_bare_saver(seed: int, max_entries: int) -> None:
+    rng = random.Random(seed)
+    saver = InMemorySaver()
+    reader = Reader(saver, MemoryHistoryCache(max_entries=max_entries))
+    for _ in range(3):
+        asyncio.run(grow(ASYNC, saver, "t", rng, 3))
+        ids = asyncio.run(listed(saver, "t"))
+        for checkpoint_id in rng.choices(ids, k=12):
+            config = at("t", checkpoint_id)
+            expected = saver.get_delta_channel_history(config=config, channels=CHANNELS)
+            assert expected == reader.read(config)
+
+
+class CountingSaver(InMemorySaver):
+    """Count what is asked of the saver, and see what a wrapper would see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def get_tuple(self, config: RunnableConfig) -> Any:
+        self.calls["get_tuple"] += 1
+        return super().get_tuple(config)
+
+    def get_delta_channel_history(
+        self, *, config: RunnableConfig, channels: Sequence[str]
+    ) -> Histories:
+        self.calls["walk"] += 1
+        return super().get_delta_channel_history(config=config, channels=channels)
+
+
+def say(saver: Saver, thread_id: str, turn: int, **options: Any) -> None:
+    said = {"messages": [HumanMessage(f"say {turn}", id=f"human-{turn}")], "turns": 0}
+    chat(saver).invoke(said, at(thread_id), **options)
+
+
+def head_of(saver: Saver, thread_id: str) -> Any:
+    found = saver.get_tuple(at(thread_id))
+    assert found is not None
+    return found
+
+
+def counted(saver: CountingSaver, act: Callable[[], Any]) -> dict[str, int]:
+    saver.calls.clear()
+    act()
+    return dict(saver.calls)
+
+
+def test_a_running_thread_costs_a_bounded_number_of_lookups_a_turn(thread_id: str) -> None:
+    saver = CountingSaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    costs = []
+    for turn in range(40):
+        say(saver, thread_id, turn)
+        head = head_of(saver, thread_id)
+        reader.readers.saw(head)
+        costs.append(counted(saver, partial(reader.read, head.config)))
+    # A turn stores four checkpoints. The head itself was seen; its ancestors are looked up, as
+    # far as the last head or, when both channels are stored on the way, no further than that.
+    assert {"get_tuple": 4} == max(costs[1:], key=lambda cost: cost["get_tuple"])
+    assert all("walk" not in cost for cost in costs[1:])
+
+
+def test_a_head_that_was_not_seen_costs_one_lookup_more(thread_id: str) -> None:
+    saver = CountingSaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    for turn in range(2):
+        say(saver, thread_id, turn)
+        config = head_of(saver, thread_id).config
+        cost = counted(saver, partial(reader.read, config))
+    assert {"get_tuple": 5} == cost
+
+
+def test_a_warm_read_asks_the_saver_nothing(thread_id: str) -> None:
+    saver = CountingSaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    say(saver, thread_id, 0)
+    config = head_of(saver, thread_id).config
+    reader.read(config)
+    assert {} == counted(saver, lambda: reader.read(config))
+
+
+def test_a_cold_deep_chain_costs_one_walk(thread_id: str) -> None:
+    saver = CountingSaver()
+    for turn in range(MAX_STEPS):
+        say(saver, thread_id, turn)
+    config = head_of(saver, thread_id).config
+    reader = Reader(saver, MemoryHistoryCache())
+    assert {"walk": 1} == counted(saver, lambda: reader.read(config))
+
+
+def test_an_ancestor_too_far_away_costs_one_walk(thread_id: str) -> None:
+    saver = CountingSaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    say(saver, thread_id, 0)
+    reader.read(head_of(saver, thread_id).config)
+    for turn in range(1, MAX_STEPS):
+        say(saver, thread_id, turn)
+    config = head_of(saver, thread_id).config
+    # The channel that is stored now and then is found on the way; the other is walked for.
+    cost = counted(saver, lambda: reader.read(config, ["never-written"]))
+    assert 1 == cost["walk"]
+
+
+def test_older_checkpoints_are_read_without_searching_for_newer_entries(thread_id: str) -> None:
+    saver = CountingSaver()
+    for turn in range(MAX_STEPS):
+        say(saver, thread_id, turn)
+    ids = sorted(stored.checkpoint["id"] for stored in saver.list(at(thread_id)))
+    reader = Reader(saver, MemoryHistoryCache())
+    for checkpoint_id in reversed(ids[-10:]):
+        config = at(thread_id, checkpoint_id)
+        assert {"walk": 1} == counted(saver, partial(reader.read, config))
+
+
+def test_latest_is_resolved_first_and_cached_under_its_id(thread_id: str) -> None:
+    saver = CountingSaver()
+    cache = MemoryHistoryCache()
+    reader = Reader(saver, cache)
+    for turn in range(3):
+        say(saver, thread_id, turn)
+        head = head_of(saver, thread_id)
+        expected = saver.get_delta_channel_history(config=head.config, channels=CHANNELS)
+        assert expected == reader.read(at(thread_id)) == reader.read(at(thread_id))
+        held = {key.checkpoint_id for key in cache.epoch(thread_id).held}
+        assert head.checkpoint["id"] in held
+        assert "" not in held
+    assert {"get_tuple": 1} == counted(saver, lambda: reader.read(at(thread_id)))
+
+
+def test_without_channels_or_without_a_thread_there_is_nothing(thread_id: str) -> None:
+    saver = CountingSaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    assert {} == counted(saver, lambda: reader.read(at(thread_id), []))
+    assert {"log": {"writes": []}} == reader.read(at(thread_id), ["log"])
+
+
+def test_changing_what_was_returned_changes_nothing_later(thread_id: str) -> None:
+    saver = InMemorySaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    for turn in range(2):
+        say(saver, thread_id, turn)
+    config = head_of(saver, thread_id).config
+    expected = saver.get_delta_channel_history(config=config, channels=CHANNELS)
+    for _ in range(3):
+        history = reader.read(config)
+        assert expected == history
+        for channel in CHANNELS:
+            for _, _, value in history[channel]["writes"]:
+                value.append("changed")
+                if hasattr(value[0], "content"):
+                    value[0].content = "changed"
+                    value[0].additional_kwargs["changed"] = True
+            seed = history[channel].get("seed")
+            if seed is not None:
+                seed.value.append("changed")
+            history[channel]["writes"].clear()
+
+
+# Who waits for whom.
+
+
+class Gate:
+    """Opens when as many readers as expected have asked the cache, and so have missed."""
+
+    def __init__(self, expected: int) -> None:
+        self._missing = expected
+        self._lock = threading.Lock()
+        self._open = threading.Event()
+
+    def pass_by(self) -> None:
+        with self._lock:
+            self._missing -= 1
+            if self._missing == 0:
+                self._open.set()
+
+    def wait(self) -> None:
+        assert self._open.wait(30)
+
+    async def await_(self) -> None:
+        await asyncio.to_thread(self.wait)
+
+
+class GatedCache(MemoryHistoryCache):
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def epoch(self, thread_id: str) -> Any:
+        epoch = super().epoch(thread_id)
+        self.gate.pass_by()
+        return epoch
+
+
+class GatedSaver(CountingSaver):
+    """Walk only when all readers have missed."""
+
+    gate: Gate
+
+    def get_delta_channel_history(
+        self, *, config: RunnableConfig, channels: Sequence[str]
+    ) -> Histories:
+        self.gate.wait()
+        return super().get_delta_channel_history(config=config, channels=channels)
+
+    async def aget_delta_channel_history(
+        self, *, config: RunnableConfig, channels: Sequence[str]
+    ) -> Histories:
+        await self.gate.await_()
+        return super().get_delta_channel_history(config=config, channels=channels)
+
+
+async def test_concurrent_misses_walk_once_across_threads_and_tasks(thread_id: str) -> None:
+    saver = GatedSaver()
+    say(saver, thread_id, 0)
+    config = head_of(saver, thread_id).config
+    expected = InMemorySaver.get_delta_channel_history(saver, config=config, channels=CHANNELS)
+    saver.gate = Gate(8)
+    reader = Reader(saver, GatedCache(saver.gate))
+    saver.calls.clear()
+    found = await asyncio.gather(
+        *(asyncio.to_thread(reader.read, config) for _ in range(4)),
+        *(reader.aread(config) for _ in range(4)),
+    )
+    assert [expected] * 8 == found
+    assert {"walk": 1} == dict(saver.calls)
+    found[0]["log"]["writes"].clear()
+    assert [expected] * 7 == found[1:]
+
+
+class SlowSaver(CountingSaver):
+    """Let the test see that an awaitable walk has begun, and when it may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def aget_delta_channel_history(
+        self, *, config: RunnableConfig, channels: Sequence[str]
+    ) -> Histories:
+        self.begun.set()
+        await self.may_end.wait()
+        return super().get_delta_channel_history(config=config, channels=channels)
+
+
+async def test_readers_that_are_cancelled_let_the_next_one_go_on(thread_id: str) -> None:
+    saver = SlowSaver()
+    say(saver, thread_id, 0)
+    config = head_of(saver, thread_id).config
+    expected = InMemorySaver.get_delta_channel_history(saver, config=config, channels=CHANNELS)
+    reader = Reader(saver, MemoryHistoryCache())
+    walking = asyncio.ensure_future(reader.aread(config))
+    await saver.begun.wait()
+    waiting, last = (asyncio.ensure_future(reader.aread(config)) for _ in range(2))
+    while sum(flight.turn.waiting for flight in reader.readers._flights.values()) < 2:  # noqa: ASYNC110  # Nobody tells when a reader starts to wait.
+        await asyncio.sleep(0)
+    walking.cancel()
+    waiting.cancel()
+    saver.may_end.set()
+    assert expected == await last
+    ended = await asyncio.gather(walking, waiting, return_exceptions=True)
+    assert [asyncio.CancelledError] * 2 == [type(result) for result in ended]
+
+
+async def test_a_blocking_read_on_the_loop_does_not_wait_for_the_loops_own_task(
+    thread_id: str,
+) -> None:
+    saver = SlowSaver()
+    say(saver, thread_id, 0)
+    config = head_of(saver, thread_id).config
+    reader = Reader(saver, MemoryHistoryCache())
+    task = asyncio.ensure_future(reader.aread(config))
+    await saver.begun.wait()
+    found = reader.read(config)
+    saver.may_end.set()
+    assert found == await task
+
+
+# Targets that are gone.
+
+
+def reclaimed_leaf(saver: Saver, thread_id: str) -> tuple[RunnableConfig, str, Histories]:
+    """Put a leaf on the head, see what it reads as, and take it away again."""
+    parent_id = head_of(saver, thread_id).checkpoint["id"]
+    _, leaf_id = put_leaf(saver, thread_id)
+    config = at(thread_id, leaf_id)
+    before = saver.get_delta_channel_history(config=config, channels=CHANNELS)
+    assert isinstance(saver, InMemorySaver)
+    del saver.storage[thread_id][""][leaf_id]
+    return config, parent_id, before
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_a_reclaimed_leaf_reads_as_it_did(turns: int, cached: bool, thread_id: str) -> None:
+    saver = InMemorySaver()
+    for turn in range(turns):
+        say(saver, thread_id, turn)
+    config, parent_id, before = reclaimed_leaf(saver, thread_id)
+    cache = MemoryHistoryCache() if cached else None
+    reader = Reader(saver, cache, parent_of=lambda _, checkpoint_id: parent_id)
+    assert before == reader.read(config)
+    # What the next run writes to the parent is not the leaf's.
+    say(saver, thread_id, 99, durability="exit")
+    assert before == reader.read(config)
+
+
+def test_a_leaf_that_is_stored_reads_through_its_parent(thread_id: str) -> None:
+    saver = InMemorySaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    for turn in range(5):
+        say(saver, thread_id, turn)
+        _, leaf_id = put_leaf(saver, thread_id, run_id=f"run-{turn}")
+        config = at(thread_id, leaf_id)
+        expected = saver.get_delta_channel_history(config=config, channels=CHANNELS)
+        assert expected == reader.read(config)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_another_id_that_is_gone_is_an_error(cached: bool, thread_id: str) -> None:
+    saver = InMemorySaver()
+    say(saver, thread_id, 0)
+    config, _, _ = reclaimed_leaf(saver, thread_id)
+    reader = Reader(saver, MemoryHistoryCache() if cached else None)
+    with pytest.raises(CheckpointNotFoundError, match=str(Ref.of(config).checkpoint_id)):
+        reader.read(config)
+
+
+def test_an_id_on_a_thread_without_checkpoints_has_no_history(thread_id: str) -> None:
+    reader = Reader(InMemorySaver(), MemoryHistoryCache())
+    config = at(thread_id, "1ef00000-0000-6000-8000-000000000000")
+    assert {"log": {"writes": []}} == reader.read(config, ["log"])
+
+
+def test_a_checkpoint_that_was_seen_and_is_gone_is_an_error(thread_id: str) -> None:
+    saver = InMemorySaver()
+    reader = Reader(saver, MemoryHistoryCache())
+    say(saver, thread_id, 0)
+    head = head_of(saver, thread_id)
+    reader.readers.saw(head)
+    saver.delete_thread(thread_id)
+    with pytest.raises(CheckpointNotFoundError):
+        reader.read(head.config)
+
+
+def test_a_child_of_a_reclaimed_leaf_reads_through_the_leafs_parent(thread_id: str) -> None:
+    saver = InMemorySaver()
+    for turn in range(2):
+        say(saver, thread_id, turn)
+    parent = head_of(saver, thread_id)
+    _, leaf_id = put_leaf(saver, thread_id)
+    child = chat(saver).update_state(at(thread_id), None, as_node="check")
+    expected = saver.get_delta_channel_history(config=child, channels=CHANNELS)
+    del saver.storage[thread_id][""][leaf_id]
+    reader = Reader(saver, MemoryHistoryCache(), parent_of=lambda *_: str(parent.checkpoint["id"]))
+    assert expected == reader.read(child)
+
+
+# What must not be cached, and what must not be believed.
+
+
+class Note(BaseModel):
+    text: str
+
+
+def test_what_this_process_could_not_rebuild_is_not_cached_for_others(thread_id: str) -> None:
+    knows = InMemorySaver(serde=JsonPlusSerializer(allowed_msgpack_modules=True))
+    builder = StateGraph(Chat)
+    builder.add_node("note", lambda state: {"log": [Note(text="typed")]})
+    builder.add_edge(START, "note")
+    builder.compile(checkpointer=knows).invoke({"turns": 0}, at(thread_id))
+    config = head_of(knows, thread_id).config
+    ignorant = copy.copy(knows)
+    ignorant.serde = JsonPlusSerializer(allowed_msgpack_modules=None)
+    cache = MemoryHistoryCache()
+    shown = Reader(ignorant, cache).read(config, ["log"])
+    assert [[{"text": "typed"}]] == [write[2] for write in shown["log"]["writes"]]
+    assert frozenset() == cache.epoch(thread_id).held
+    for _ in range(2):
+        typed = Reader(knows, cache).read(config, ["log"])
+        assert [[Note(text="typed")]] == [write[2] for write in typed["log"]["writes"]]
+    assert frozenset() != cache.epoch(thread_id).held
+    # A strict reader stays strict, whatever others have cached.
+    assert shown == Reader(ignorant, cache).read(config, ["log"])
+
+
+def test_an_entry_that_cannot_be_read_is_a_miss(thread_id: str, redis_url: str) -> None:
+    cache = RedisHistoryCache(redis_url, database=thread_id)
+    failures: list[Exception] = []
+
+    def encrypted(key: bytes) -> Reader:
+        clone = copy.copy(saver)
+        clone.serde = EncryptedSerializer.from_pycryptodome_aes(key=key)
+        return Reader(clone, cache, cache_failed=lambda _, error: failures.append(error))
+
+    saver = InMemorySaver()
+    say(saver, thread_id, 0)
+    config = head_of(saver, thread_id).config
+    expected = saver.get_delta_channel_history(config=config, channels=CHANNELS)
+    assert expected == encrypted(b"0123456789abcdef").read(config)
+    assert not failures
+    # The rows themselves are plain, so only the cached entries need the key.
+    assert expected == encrypted(b"another key 16 b").read(config)
+    assert len(CHANNELS) == len(failures)
+    cache.close()
+
+
+class BrokenCache(MemoryHistoryCache):
+    def get_many(self, keys: Any) -> Any:
+        raise OSError("lookup")
+
+    def epoch(self, thread_id: str) -> Any:
+        raise OSError("epoch")
+
+
+def test_a_cache_that_fails_does_not_fail_a_read(thread_id: str) -> None:
+    saver = InMemorySaver()
+    say(saver, thread_id, 0)
+    config = head_of(saver, thread_id).config
+    failures: list[tuple[str, str]] = []
+    reader = Reader(
+        saver,
+        BrokenCache(),
+        cache_failed=lambda ref, error: failures.append((ref.thread_id, str(error))),
+    )
+    expected = saver.get_delta_channel_history(config=config, channels=CHANNELS)
+    assert expected == reader.read(config)
+    assert [(thread_id, "lookup"), (thread_id, "epoch")] == failures
+
+
+class PurgedWhileWalking(CountingSaver):
+    cache: HistoryCache
+
+    def get_delta_channel_history(
+        self, *, config: RunnableConfig, channels: Sequence[str]
+    ) -> Histories:
+        histories = super().get_delta_channel_history(config=config, channels=channels)
+        self.cache.delete_thread(Ref.of(config).thread_id)
+        return histories
+
+
+def test_a_read_that_a_purge_overtook_leaves_nothing_in_the_cache(thread_id: str) -> None:
+    saver = PurgedWhileWalking()
+    saver.cache = cache = MemoryHistoryCache()
+    say(saver, thread_id, 0)
+    Reader(saver, cache).read(head_of(saver, thread_id).config)
+    assert frozenset() == cache.epoch(thread_id).held
+
+
+# Time travel.
+
+
+class Wrapped(InMemorySaver):
+    """Tell a reader what a wrapper would tell it."""
+
+    reader: Reader
+
+    def get_tuple(self, config: RunnableConfig) -> Any:
+        found = super().get_tuple(config)
+        if found is not None:
+            self.reader.readers.saw(found)
+        return found
+
+    def put_writes(
+        self, config: RunnableConfig, writes: Any, task_id: str, task_path: str = ""
+    ) -> None:
+        super().put_writes(config, writes, task_id, task_path)
+        run(writes_arrived(self.reader.cache, self.reader.readers, config))
+
+
+def _asks(state: Chat) -> dict[str, Any]:
+    return {"log": [interrupt("which?")]}
+
+
+def test_an_answer_given_in_the_past_is_read_as_on_the_bare_saver(thread_id: str) -> None:
+    saver = Wrapped()
+    saver.reader = reader = Reader(saver, MemoryHistoryCache())
+    builder = StateGraph(Chat)
+    builder.add_node("asks", _asks)
+    builder.add_edge(START, "asks")
+    graph = builder.compile(checkpointer=saver)
+    graph.invoke({"turns": 0}, at(thread_id))
+    waiting = head_of(saver, thread_id).config
+    child = graph.update_state(waiting, {"turns": 1}, as_node="asks")
+    before = reader.read(child, ["log"])
+    graph.invoke(Command(resume="late"), waiting)
+    bare_now = saver.get_delta_channel_history(config=child, channels=["log"])
+    # The host lets the answer into the other branch; if it stops doing so, drop writes_arrived.
+    assert before != bare_now
+    assert bare_now == reader.read(child, ["log"])
