@@ -553,7 +553,8 @@ def test_what_this_process_could_not_rebuild_is_not_cached_for_others(thread_id:
     builder = StateGraph(Chat)
     builder.add_node("note", lambda state: {"log": [Note(text="typed")]})
     builder.add_edge(START, "note")
-    builder.compile(checkpointer=knows).invoke({"turns": 0}, at(thread_id))
+    graph: Any = builder.compile(checkpointer=knows)
+    graph.invoke({"turns": 0}, at(thread_id))
     config = head_of(knows, thread_id).config
     ignorant = copy.copy(knows)
     ignorant.serde = JsonPlusSerializer(allowed_msgpack_modules=None)
@@ -663,7 +664,7 @@ def test_an_answer_given_in_the_past_is_read_as_on_the_bare_saver(thread_id: str
     builder = StateGraph(Chat)
     builder.add_node("asks", _asks)
     builder.add_edge(START, "asks")
-    graph = builder.compile(checkpointer=saver)
+    graph: Any = builder.compile(checkpointer=saver)
     graph.invoke({"turns": 0}, at(thread_id))
     waiting = head_of(saver, thread_id).config
     child = graph.update_state(waiting, {"turns": 1}, as_node="asks")
