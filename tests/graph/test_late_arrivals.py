@@ -336,7 +336,7 @@ POINTS: list[tuple[str, When]] = [
 @pytest.mark.parametrize(("name", "when"), POINTS)
 @pytest.mark.parametrize("durability", ["sync", "async", "exit"])
 @pytest.mark.parametrize("build", [*graphs.MODES, "raw"])
-@each_backend
+@pytest.mark.parametrize("kind", ["memory", "asqlite", "pg"])
 async def test_a_run_loses_nothing_when_another_worker_reclaims_the_leaf_under_it(
     kind: str,
     build: Any,

@@ -20,7 +20,8 @@ RECORDED = ("run_durations", "run_message_ids", "retention", "writes")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _HASH = re.compile(r"\b[0-9a-f]{32}\b")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00")
-_VERSION = re.compile(r"\b(\d{32})\.\d+(\.\d+)?\b")
+# A counter of 32 digits and a random number, which may be small enough for an exponent.
+_VERSION = re.compile(r"\b0{16}0*(\d+)\.[\d.]+(e-\d+)?\b")
 
 
 def named(thread_id: Any, checkpoint_id: str | None = None, **others: Any) -> RunnableConfig:
@@ -112,7 +113,7 @@ class Words:
     def of(self, value: Any) -> str:
         """Spell ``value`` so that equal runs spell it equally."""
         text = _TIME.sub("<time>", repr(value))
-        text = _VERSION.sub(r"\1", text)
+        text = _VERSION.sub(r"v\1", text)
         return _HASH.sub(self._name, _UUID.sub(self._name, text))
 
     def _name(self, match: re.Match[str]) -> str:
