@@ -218,10 +218,15 @@ def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCo
         target = yield from _leaf_or_itself(backend, ref, parent)
         return (yield from _fold(parts, backend, journal, put.under(target)))
     stored = yield from put.steps(parts)
+    holder = parent.checkpoint_id
+    if leaves.claim(holder, parent.metadata) is not None:
+        # A leaf that another writer left, and that another worker may have reclaimed meanwhile.
+        yield from _look_for_leaf(parts, backend, journal, ref.at(holder))
+        holder = parts.known.parent_of(ref.thread_id, holder) or holder
     version = put.checkpoint["channel_versions"].get("__start__")
-    parts.known.saw(ref.thread_id, leaf_id, parent.checkpoint_id, version)
-    journal.note(LeafTagged, ref.at(leaf_id), parent_id=parent.checkpoint_id)
-    return (yield from _look_again(parts, backend, journal, put, stored))
+    parts.known.saw(ref.thread_id, leaf_id, holder, version)
+    journal.note(LeafTagged, ref.at(leaf_id), parent_id=holder)
+    return (yield from _look_again(parts, backend, journal, put.under(holder), stored))
 
 
 def _leaf_or_itself(backend: Backend, ref: Ref, parent: Row) -> Steps[str]:
