@@ -11,7 +11,9 @@ from retaining_saver.backends.base import Movable, ReclaimOutcome, Row
 NULL_TASK_ID = "00000000-0000-0000-0000-000000000000"
 """Writes under this id are the checkpoint's own state, no task's: they keep their leaf."""
 
-_EXIT_TASK_ID = re.compile(r"(?:\d{8}|ffffffff)-")
+# LangGraph spells the step with eight digits. One in forty ordinary task ids begins with eight
+# digits, too; hardly any with three zeros, and no thread has a hundred thousand steps.
+_EXIT_TASK_ID = re.compile(r"(?:000\d{5}|ffffffff)-")
 
 
 def input_task_id(checkpoint_id: str) -> str | None:
