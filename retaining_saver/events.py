@@ -1,4 +1,4 @@
-"""What happened, as frozen records of ids and counts, never payloads; and the hook that logs them."""
+"""What happened, as frozen records of ids and counts, never payloads; the hook that logs them."""
 
 from __future__ import annotations
 
