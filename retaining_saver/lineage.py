@@ -45,7 +45,7 @@ class Namespace:
     - ``real``: ids of the real ones, parents before children.
     - ``base``: for each real one and each annotation the nearest real ancestor.
     - ``children``: the real tree downwards; ``direct``: the stored one, with annotations.
-    - ``head``: the newest real checkpoint.
+    - ``head``: the newest real checkpoint; ``newest``: the newest of any kind.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Namespace:
     base: dict[str, str | None] = field(default_factory=dict)
     children: dict[str, list[str]] = field(default_factory=dict)
     head: str | None = None
+    newest: str = ""
     delta_channels: frozenset[str] = frozenset()
     problems: list[str] = field(default_factory=list)
 
@@ -96,6 +97,7 @@ def namespace(name: str, checkpoints: Iterable[StoredCheckpoint]) -> Namespace:
     for checkpoint_id in ns.order:
         _place(ns, ns.rows[checkpoint_id])
     ns.head = max(ns.real, default=None)
+    ns.newest = max(ns.rows)
     ns.delta_channels = frozenset().union(*(c.counted | c.snapshots for c in ns.rows.values()))
     return ns
 

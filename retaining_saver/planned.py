@@ -25,7 +25,7 @@ RULES: dict[str, str] = {
     "call": "the root checkpoint that started its call stays, or is not stored yet",
     "read_by_replay": "a replay of a kept root checkpoint reads it",
     "started_by_kept": "a kept root checkpoint started it",
-    "uncommitted": "the root checkpoint that started it is unknown or not stored yet",
+    "uncommitted": "the run that started it is unknown, or may not have stored all of its own yet",
     "carrier": "it carries what a kept checkpoint's delta channels need",
     "other_run": "it belongs to none of the deleted runs",
     "broken": "the thread is broken and left alone",

@@ -148,11 +148,14 @@ def _subgraph(
     if roots is None:
         return Choice(keep=dict.fromkeys(ns.real, "subgraphs_untouched"))
     if is_call(ns.name):
-        return _call(ns, root, pins)
+        return _call(ns, roots, root, pins)
     return _persistent(ns, roots, root, pins)
 
 
-def _call(ns: Namespace, root: Choice, pins: Collection[Key]) -> Choice:
+def _call(ns: Namespace, roots: Namespace, root: Choice, pins: Collection[Key]) -> Choice:
+    if ns.newest > roots.newest:
+        # Newer than anything in the root namespace: whoever called has not finished.
+        return Choice(keep=dict.fromkeys(ns.real, "uncommitted"))
     for row in ns.rows.values():
         pinned = (ns.name, row.checkpoint_id) in pins or any(p in pins for p in row.parents)
         if pinned or row.root_id not in root.drop:
@@ -164,10 +167,9 @@ def _persistent(ns: Namespace, roots: Namespace, root: Choice, pins: Collection[
     choice = Choice()
     protect(ns, choice, _pinned(ns, pins))
     read = _read_by_replays(ns, root)
-    newest_root = max(roots.rows)
     for i in ns.real:
         started_by = ns.rows[i].root_id
-        late = started_by not in roots.rows and i > newest_root
+        late = started_by not in roots.rows and i > roots.newest
         if i in read:
             choice.want(i, "read_by_replay")
         elif started_by in root.keep:
