@@ -300,7 +300,7 @@ def put_onto_leaf(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCon
     if from_input and parts.admission != "manual":
         movable = Movable(inputs=True, exits=is_exit_run(put.config))
         yield from reclaim_known(parts, journal, ref, Terms(movable=movable))
-    holder = parts.known.parent_of(ref.thread_id, ref.id)
+    holder = yield from _heir_of_gone(parts, backend, journal, ref)
     if holder is not None:
         return (yield from put.under(holder).steps(parts))
     stored = yield from put.steps(parts)
@@ -308,6 +308,21 @@ def put_onto_leaf(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCon
         # It has a child now: a link, which admission never removes.
         parts.known.forget(ref.thread_id, ref.id)
     return stored
+
+
+def _heir_of_gone(parts: Parts, backend: Backend, journal: Journal, leaf: Ref) -> Steps[str | None]:
+    """Return the checkpoint to store under instead of a leaf that is gone; ``None`` if it is not.
+
+    Looking before the put as well as after it leaves no dangling parent behind if the process
+    dies in between, but for the moment in which another worker reclaims.
+    """
+    holder = parts.known.parent_of(leaf.thread_id, leaf.id)
+    with reported(journal, DeleteFailed, leaf):
+        if holder is None and not (yield from call(backend.exists, backend.aexists, leaf)):
+            holder = yield from heir(parts, backend, leaf)
+            if holder is not None:
+                parts.known.reclaimed(leaf.thread_id, leaf.id, holder)
+    return holder
 
 
 def put_beside_leaf(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableConfig]:
