@@ -1,4 +1,4 @@
-"""``annotations="fold"``: what is recorded goes into the parent at once, and no row ever appears."""
+"""``annotations="fold"``: what is recorded goes into the parent at once, without a row."""
 
 from __future__ import annotations
 

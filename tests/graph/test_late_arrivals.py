@@ -439,7 +439,8 @@ async def test_a_child_that_commits_after_the_deletion_is_re_addressed(
             late.execute(
                 """INSERT INTO checkpoints
                 SELECT thread_id, checkpoint_ns, %s, %s, type,
-                    checkpoint || jsonb_build_object('id', %s::text), '{"source": "loop", "step": 9}'
+                    checkpoint || jsonb_build_object('id', %s::text),
+                    '{"source": "loop", "step": 9}'
                 FROM checkpoints WHERE thread_id = %s AND checkpoint_id = %s""",
                 (child_id, leaf_id, child_id, desk.thread_id, leaf_id),
             )
