@@ -8,19 +8,12 @@ is its nearest cached ancestor's, followed by the writes of the few checkpoints 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
-from aiologic import BinarySemaphore
-from cachetools import LRUCache
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
     BaseCheckpointSaver,
@@ -28,21 +21,21 @@ from langgraph.checkpoint.base import (
     DeltaChannelHistory,
     PendingWrite,
 )
-from langgraph.checkpoint.serde.event_hooks import SerdeEvent, register_serde_event_listener
 
-from retaining_saver import folds
 from retaining_saver._steps import Steps, call
 from retaining_saver.caches.base import Epoch, HistoryCache, HistoryKey
 from retaining_saver.caches.history import StoredHistory
+from retaining_saver.caches.lost_types import noticing_lost_types
+from retaining_saver.caches.readers import Readers, Turn, parent_id
 from retaining_saver.errors import CheckpointNotFoundError
 from retaining_saver.records import Ref
+
+__all__ = ["MAX_STEPS", "Readers", "delta_history", "writes_arrived"]
 
 logger = logging.getLogger("retaining_saver")
 
 MAX_STEPS = 32
 """How many checkpoints are looked at on the way to a cached ancestor; then the saver walks."""
-_THREADS_KNOWN = 1024
-_PARENTS_KNOWN = 64
 
 Histories = Mapping[str, DeltaChannelHistory]
 ParentOf = Callable[[str, str], "str | None"]
@@ -114,110 +107,6 @@ def writes_arrived(
         cache_failed(ref, error)
 
 
-class Readers:
-    """What the readers of one saver and its clones share: whose turn it is, and parents seen.
-
-    Holds a bounded number of links and nothing of the state.
-    """
-
-    def __init__(self) -> None:
-        self._flights: WeakValueDictionary[tuple[Ref, str | None], _Flight] = WeakValueDictionary()
-        self._threads: LRUCache[str, _Seen] = LRUCache(_THREADS_KNOWN)
-        # Re-entrant: a garbage collection inside may finish an abandoned read.
-        self._lock = threading.RLock()
-
-    def saw(self, stored: CheckpointTuple) -> None:
-        """Remember that a checkpoint was stored, and its parent; it saves the next read a lookup.
-
-        Not the parent of what may be a leaf: it may be reclaimed before its history is read, and
-        then its parent may already have the next run's writes.
-        """
-        ref = Ref.of(stored.config)
-        with self._lock:
-            if ref.thread_id not in self._threads:
-                self._threads[ref.thread_id] = _Seen()
-            seen = self._threads[ref.thread_id]
-            seen.ids[ref] = None if _may_be_leaf(stored) else _parent_id(stored)
-            newest = seen.newest.get(ref.checkpoint_ns, "")
-            seen.newest[ref.checkpoint_ns] = max(newest, ref.checkpoint_id or "")
-
-    def parent(self, ref: Ref) -> str | None:
-        """Return the parent of a checkpoint that was seen, if it is known and has one."""
-        with self._lock:
-            seen = self._threads.get(ref.thread_id)
-            return seen.ids.get(ref) if seen else None
-
-    def has_seen(self, ref: Ref) -> bool:
-        """Tell whether a checkpoint is known to have been stored."""
-        with self._lock:
-            seen = self._threads.get(ref.thread_id)
-            return seen is not None and ref in seen.ids
-
-    def is_superseded(self, ref: Ref) -> bool:
-        """Tell whether a newer checkpoint of the namespace was seen."""
-        with self._lock:
-            seen = self._threads.get(ref.thread_id)
-            newest = seen.newest.get(ref.checkpoint_ns, "") if seen else ""
-            return (ref.checkpoint_id or "") < newest
-
-    def forget_thread(self, thread_id: str) -> None:
-        """Forget a thread whose rows were deleted or moved."""
-        with self._lock:
-            self._threads.pop(thread_id, None)
-
-    def flight(self, ref: Ref, epoch: Epoch | None) -> _Flight:
-        """Return what everyone who misses ``ref`` in one epoch shares."""
-        key = (ref, epoch.token if epoch else None)
-        with self._lock:
-            flight = self._flights.get(key)
-            if flight is None:
-                flight = self._flights[key] = _Flight()
-            return flight
-
-
-class _Seen:
-    """What was seen of one thread: parents by checkpoint, and each namespace's newest id."""
-
-    def __init__(self) -> None:
-        self.ids: LRUCache[Ref, str | None] = LRUCache(_PARENTS_KNOWN)
-        self.newest: LRUCache[str, str] = LRUCache(_PARENTS_KNOWN)
-
-
-class _Flight:
-    """One miss that may be several readers' at once; it lives while any of them does."""
-
-    def __init__(self) -> None:
-        self.turn = BinarySemaphore()
-        self.entries: dict[str, StoredHistory] = {}
-
-
-class _Turn:
-    """One reader's turn in a flight. Ending it twice, or before it began, does nothing."""
-
-    def __init__(self, flight: _Flight) -> None:
-        self._flight = flight
-        self._held = False
-
-    def begin(self) -> None:
-        """Wait for the reader before, but never on an event loop's own thread.
-
-        The reader before may be a task of that loop, or need the loop to finish.
-        """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            self._held = self._flight.turn.green_acquire()
-
-    async def abegin(self) -> None:
-        self._held = await self._flight.turn.async_acquire()
-
-    def end(self) -> None:
-        """Let the next reader go on."""
-        if self._held:
-            self._held = False
-            self._flight.turn.release()
-
-
 @dataclass(slots=True)
 class _Stretch:
     """What one channel stored between a checkpoint and where its history is known.
@@ -261,7 +150,7 @@ class _Read:
 
     def _shared(self, channels: list[str], epoch: Epoch | None) -> Steps[Histories]:
         flight = self.readers.flight(self.ref, epoch)
-        turn = _Turn(flight)
+        turn = Turn(flight)
         try:
             yield from call(turn.begin, turn.abegin)
             found = self._thawed({c: flight.entries[c] for c in channels if c in flight.entries})
@@ -278,7 +167,7 @@ class _Read:
         self, channels: list[str], epoch: Epoch | None
     ) -> Steps[tuple[Histories, dict[str, StoredHistory]]]:
         """Compose what can be composed, walk for the rest, and offer both to the cache."""
-        with _noticing_lost_types() as lost:
+        with noticing_lost_types() as lost:
             entries = yield from self._composed(channels, epoch.held if epoch else frozenset())
             histories = self._thawed(entries)
             rest = [channel for channel in channels if channel not in histories]
@@ -330,7 +219,7 @@ class _Read:
                 return settled
             if at != self.ref.checkpoint_id:
                 settled.update(_settle(unsettled, anchors, ancestor))
-            at = _parent_id(ancestor)
+            at = parent_id(ancestor)
             if at is None:
                 settled.update(unsettled)
                 return settled
@@ -359,16 +248,20 @@ class _Read:
 
     def _walked(self, channels: list[str]) -> Steps[tuple[Histories, bool]]:
         """Let the saver walk; also tell whether the result may be cached."""
-        config = self._at(self.ref.checkpoint_id)
-        walk = (self.inner.get_delta_channel_history, self.inner.aget_delta_channel_history)
-        histories = yield from call(*walk, config=config, channels=channels)
+        inner, config = self.inner, self._at(self.ref.checkpoint_id)
+        histories = yield from call(
+            inner.get_delta_channel_history,
+            inner.aget_delta_channel_history,
+            config=config,
+            channels=channels,
+        )
         if any(history["writes"] or "seed" in history for history in histories.values()):
             return histories, True
         # Nothing at all: a young thread, or something is gone that the walk should have met.
         target = yield from self._tuple(self.ref.checkpoint_id)
         if target is None:
             return (yield from self._without_target(channels)), False
-        parent = _parent_id(target)
+        parent = parent_id(target)
         if parent is None or (yield from self._tuple(parent)) is not None:
             return histories, True
         heir = self.parent_of(self.ref.thread_id, parent)
@@ -487,16 +380,6 @@ class _Read:
             self.cache_failed(self.ref, error)
 
 
-def _may_be_leaf(stored: CheckpointTuple) -> bool:
-    metadata = stored.metadata
-    marked = folds.kind_of(stored.checkpoint["id"], metadata) is not None
-    return marked or metadata.get("source") == "update" or folds.has_legacy_marker(metadata)
-
-
-def _parent_id(stored: CheckpointTuple) -> str | None:
-    return Ref.of(stored.parent_config).checkpoint_id if stored.parent_config else None
-
-
 def _settle(
     unsettled: dict[str, _Stretch],
     anchors: dict[str, dict[str, HistoryKey]],
@@ -536,47 +419,3 @@ def _continued(
     if "seed" in before:
         continued["seed"] = before["seed"]
     return continued
-
-
-class _LostTypes:
-    """Types that the serializer met and could not build, where it says so."""
-
-    def __init__(self) -> None:
-        self._blocked = False
-        self._met: set[tuple[str, str]] = set()
-
-    def note(self, event: SerdeEvent) -> None:
-        if event["kind"] == "msgpack_unregistered_allowed":
-            self._met.add((event["module"], event["name"]))
-        else:
-            self._blocked = True
-
-    def __bool__(self) -> bool:
-        return self._blocked or not all(
-            hasattr(sys.modules.get(module), name) for module, name in self._met
-        )
-
-
-_noticing: ContextVar[_LostTypes | None] = ContextVar("noticing", default=None)
-
-
-@contextmanager
-def _noticing_lost_types() -> Iterator[_LostTypes]:
-    """Notice values that come back as bare data for want of their class.
-
-    Cached, they would come back so for readers that do have it.
-    """
-    lost, outer = _LostTypes(), _noticing.get()
-
-    def listen(event: SerdeEvent) -> None:
-        # Called for every load in the process; the context tells which are this read's.
-        if _noticing.get() is lost:
-            lost.note(event)
-
-    stop = register_serde_event_listener(listen)
-    _noticing.set(lost)
-    try:
-        yield lost
-    finally:
-        _noticing.set(outer)
-        stop()

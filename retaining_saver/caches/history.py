@@ -179,7 +179,7 @@ _IMMUTABLE = frozenset(
 
 
 def _plain_size(value: Any) -> int:
-    return OVERHEAD + (len(value) if isinstance(value, (str, bytes)) else 0)
+    return OVERHEAD + len(value) if isinstance(value, (str, bytes)) else OVERHEAD
 
 
 def _choose_moulder(kind: type[Any]) -> Moulder:
@@ -213,8 +213,14 @@ def _mould_items(items: Iterable[tuple[Any, Any]]) -> tuple[list[tuple[Any, Moul
     size = 0
     for name, value in items:
         kind = type(value)
-        if kind in _IMMUTABLE:
+        if kind is str:
+            size += OVERHEAD + len(value)
+        elif kind in _IMMUTABLE:
             size += _plain_size(value)
+        elif not value and (kind is dict or kind is list):
+            # Messages have several of these. The class itself casts them.
+            moulds.append((name, kind))
+            size += OVERHEAD
         else:
             cast, cast_size = _moulder(kind)(value)
             moulds.append((name, cast))

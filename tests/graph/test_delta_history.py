@@ -7,6 +7,7 @@ import copy
 import operator
 import random
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import pytest
+import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, HumanMessage
@@ -28,6 +30,7 @@ from langgraph.types import Command, interrupt
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
+from retaining_saver import RetainingSaver
 from retaining_saver._steps import arun, run
 from retaining_saver.caches import HistoryCache, MemoryHistoryCache, RedisHistoryCache
 from retaining_saver.delta_history import MAX_STEPS, Readers, delta_history, writes_arrived
@@ -674,3 +677,74 @@ def test_an_answer_given_in_the_past_is_read_as_on_the_bare_saver(thread_id: str
     # The host lets the answer into the other branch; if it stops doing so, drop writes_arrived.
     assert before != bare_now
     assert bare_now == reader.read(child, ["log"])
+
+
+# Through the wrapper.
+
+
+def everything_in(redis_url: str) -> str:
+    with redis.Redis.from_url(redis_url) as client:
+        return repr(
+            {
+                name: client.hgetall(name) if client.type(name) == b"hash" else client.get(name)
+                for name in client.scan_iter()
+            }
+        )
+
+
+async def test_nothing_of_a_deleted_thread_is_left_in_redis(
+    face: Face, where: Where, thread_id: str, redis_url: str
+) -> None:
+    canary = f"canary{uuid.uuid4().hex}"
+    cache = RedisHistoryCache(redis_url, database=thread_id)
+    async with open_saver("sqlite" if face is SYNC else "asqlite", where) as saver:
+        wrapped = RetainingSaver(saver, history_cache=cache)
+        graph = chat(wrapped)
+        for turn in range(3):
+            said = {"messages": [HumanMessage(canary, id=f"human-{turn}")], "turns": 0}
+            await face(graph.invoke, graph.ainvoke, said, at(thread_id))
+            await face(graph.get_state, graph.aget_state, at(thread_id))
+        assert canary in everything_in(redis_url)
+        await face(wrapped.delete_thread, wrapped.adelete_thread, thread_id)
+        assert canary not in everything_in(redis_url)
+    await cache.aclose()
+
+
+async def test_nothing_of_an_encrypted_saver_is_readable_in_redis(
+    face: Face, where: Where, thread_id: str, redis_url: str
+) -> None:
+    secret = f"secret{uuid.uuid4().hex}"
+    serde = EncryptedSerializer.from_pycryptodome_aes(key=b"0123456789abcdef")
+    kind = "sqlite" if face is SYNC else "asqlite"
+    states: list[Any] = []
+    async with open_saver(kind, where, serde=serde) as saver:
+        for _ in range(2):
+            cache = RedisHistoryCache(redis_url, database=thread_id)
+            graph = chat(RetainingSaver(saver, history_cache=cache))
+            if not states:
+                said = {"messages": [HumanMessage(secret, id="human")], "turns": 0}
+                await face(graph.invoke, graph.ainvoke, said, at(thread_id))
+            state = await face(graph.get_state, graph.aget_state, at(thread_id))
+            states.append(state.values)
+            assert secret not in everything_in(redis_url)
+            hits = cache.stats().hits
+            await cache.aclose()
+    assert states[0] == states[1]
+    assert secret == states[0]["messages"][0].content
+    assert hits > 0
+
+
+async def test_a_wrapped_thread_reads_as_the_bare_one_does_in_every_turn(
+    face: Face, where: Where, thread_id: str
+) -> None:
+    async with open_saver("sqlite" if face is SYNC else "asqlite", where) as saver:
+        bare_graph, wrapped = chat(saver), chat(RetainingSaver(saver))
+        for turn in range(8):
+            said = {"messages": [HumanMessage(f"say {turn}", id=f"human-{turn}")], "turns": 0}
+            graph = wrapped if turn % 3 else bare_graph
+            await face(graph.invoke, graph.ainvoke, said, at(thread_id))
+            expected = await face(bare_graph.get_state, bare_graph.aget_state, at(thread_id))
+            for _ in range(2):
+                found = await face(wrapped.get_state, wrapped.aget_state, at(thread_id))
+                assert expected.values == found.values
+                found.values["messages"][0].content = "changed by the caller"

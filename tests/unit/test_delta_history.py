@@ -67,7 +67,7 @@ VALUES: list[Any] = [
     *([], {}, (), set(), [1, [2, {"a": (3, [4])}]], {"a": [1], "b": {"c": {2, 3}}}, {1: "x"}),
     *((1, [2]), frozenset({1}), deque([1, [2]]), deque([1], maxlen=3)),
     *(Point(1, ["a"]), _DeltaSnapshot(["a", ["b"]]), Card(["a"]), OwnCopy(text="a")),
-    Loose(items=[1, {"a": []}], extra={"b": [2]}),
+    Loose.model_validate({"items": [1, {"a": []}], "extra": {"b": [2]}}),
     Document("text", metadata={"a": [1]}),
     [
         HumanMessage("hi", id="1", additional_kwargs={"a": {"b": []}}),
@@ -121,7 +121,7 @@ def _mutable_parts(value: Any) -> list[Any]:
 
 
 def test_hidden_fields_of_models_are_kept() -> None:
-    model = Loose(items=[1], more=[2])
+    model: Any = Loose.model_validate({"items": [1], "more": [2]})
     model._memo["seen"] = 3
     thawed = freeze(model, SERDE).thaw()
     thawed._memo["seen"] = 4
