@@ -77,6 +77,8 @@ def _environment() -> dict[str, Any]:
             "system": platform.system(),
             "processor": platform.machine(),
             "cpus": os.cpu_count(),
+            # What else the machine did: above the number of cpus, times are noise.
+            "load": round(os.getloadavg()[0], 1),
         },
     }
 

@@ -138,33 +138,40 @@ _DATABASES: dict[str, Callable[[], AbstractAsyncContextManager[Any]]] = {
 
 
 def draw(records: list[dict[str, Any]], path: Any) -> None:
-    """Draw the ratios with their intervals, one panel a scenario."""
+    """Draw the ratios with their intervals: a column a scenario, a row a kind of time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(SCENARIOS), figsize=(11, 3.4), layout="constrained")
-    colors = {"bare again": "#8a8a8a", "wrapped": "#2f6f8f"}
-    for axis, (scenario, meaning) in zip(axes, SCENARIOS.items(), strict=True):
-        for shift, (arm, color) in enumerate(colors.items()):
-            shown = [r for r in records if (r["scenario"], r["arm"]) == (scenario, arm)]
-            axis.errorbar(
-                [r["ratio"] for r in shown],
-                [position + 0.15 - 0.3 * shift for position in range(len(shown))],
-                xerr=[
-                    [r["ratio"] - r["ratio_low"] for r in shown],
-                    [r["ratio_high"] - r["ratio"] for r in shown],
-                ],
-                fmt="o",
-                color=color,
-                label=f"{arm} / bare",
-                capsize=3,
-            )
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(_DATABASES)), list(_DATABASES))
-        axis.set(title=f"{scenario}: {meaning.split(';')[0]}", xlabel="time of a turn, ratio")
-        axis.grid(axis="x", alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
+    kinds = {"ratio": "time by the clock, ratio", "cpu_ratio": "processor time, ratio"}
+    figure, axes = plt.subplots(2, 2, figsize=(11, 6), layout="constrained", sharey=True)
+    for row, (kind, label) in zip(axes, kinds.items(), strict=True):
+        for axis, scenario in zip(row, SCENARIOS, strict=True):
+            shown = [record for record in records if record["scenario"] == scenario]
+            _draw_ratios(axis, shown, kind)
+            axis.set(title=f"{scenario} turns", xlabel=label)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     figure.savefig(path, dpi=120)
+
+
+def _draw_ratios(axis: Any, records: list[dict[str, Any]], kind: str) -> None:
+    colors = {"bare again": "#8a8a8a", "wrapped": "#2f6f8f"}
+    for shift, (arm, color) in enumerate(colors.items()):
+        shown = [record for record in records if record["arm"] == arm]
+        axis.errorbar(
+            [r[kind] for r in shown],
+            [position + 0.15 - 0.3 * shift for position in range(len(shown))],
+            xerr=[
+                [r[kind] - r[f"{kind}_low"] for r in shown],
+                [r[f"{kind}_high"] - r[kind] for r in shown],
+            ],
+            fmt="o",
+            color=color,
+            label=f"{arm} / bare",
+            capsize=3,
+        )
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(_DATABASES)), list(_DATABASES))
+    axis.grid(axis="x", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
