@@ -68,6 +68,29 @@ def read_checkpoint(stored: tuple[str, bytes], serde: SerializerProtocol) -> dic
     return _closed(checkpoint, close)
 
 
+def is_msgpack(kind: str) -> bool:
+    """Tell whether values of a checkpoint of this type may be given to ``pack_checkpoint``."""
+    return kind.split("+", 1)[0] == "msgpack"
+
+
+def pack_checkpoint(checkpoint: Mapping[str, Any], serde: SerializerProtocol) -> tuple[str, bytes]:
+    """Serialize a checkpoint dict with ``Opaque`` values that were read from msgpack.
+
+    It loads as if the saver had stored the values themselves. ``serde`` only encrypts.
+    """
+    values = {channel: _opened(value) for channel, value in checkpoint["channel_values"].items()}
+    packed = {**checkpoint, "channel_values": values}
+    data = ormsgpack.packb(packed, default=_extension, option=_PACK)
+    if not isinstance(serde, EncryptedSerializer):
+        return "msgpack", data
+    cipher_name, encrypted = serde.cipher.encrypt(data)
+    return f"msgpack+{cipher_name}", encrypted
+
+
+def _opened(value: Opaque) -> Any:
+    return value if value.code is not None else _load_msgpack(value.data)
+
+
 def body_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what two checkpoints of the same state have in common: all but ``id`` and ``ts``."""
     return {key: value for key, value in checkpoint.items() if key not in _IDENTITY}

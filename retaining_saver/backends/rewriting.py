@@ -7,7 +7,7 @@ A carrier is a synthetic checkpoint in the shape of the stub that LangGraph itse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from retaining_saver import folds
@@ -109,3 +109,8 @@ def taken_rows(
                 new_task_id = f"{_RENAMED}{renamed:012x}"
                 renamed += 1
             yield Taken(source, channels, task_id, new_task_id, f"~~{number:010d}")
+
+
+def ordered_by_task(rows: Iterable[Taken]) -> list[Taken]:
+    """Rename tasks so that their ids alone sort by age, for tables without a task path."""
+    return [replace(row, new_task_id=f"{_RENAMED}{n:012x}") for n, row in enumerate(rows)]

@@ -1,8 +1,7 @@
 """Reach the rows of ``SqliteSaver`` and ``AsyncSqliteSaver``.
 
-Each operation is a generator of statements: it yields ``(sql, parameters)`` and is answered with
-the rows, or the number of rows changed. Two executors run them, one for each saver; the other
-face of each saver goes through its own executor from another thread.
+Each operation is a generator of statements. The two savers run them by an executor each; the
+other face of each saver goes through its own executor from another thread.
 
 The tables: ``checkpoints`` holds the whole checkpoint with its values as ``(type, checkpoint)``
 and the metadata as JSON text; ``writes`` holds the pending writes. There are no blobs.
@@ -13,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
+from typing import Any, ClassVar, cast
 
 import aiosqlite
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
@@ -28,22 +26,22 @@ from retaining_saver.backends import moves
 from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
 from retaining_saver.backends.chains import along_parents
 from retaining_saver.backends.opaque import body_of, is_due, read_checkpoint, stored_channels
+from retaining_saver.backends.sqlite_statements import (
+    WRITING,
+    Bounds,
+    Params,
+    Statements,
+    T,
+    arun_statements,
+    atransact,
+    dump_metadata,
+    load_metadata,
+    run_statements,
+    transact,
+)
+from retaining_saver.backends.sqlite_threads import SqliteThreads
 from retaining_saver.folds import HISTORY_MAPS, LEGACY_MARKER, folded_into, reclaimed_ids
 from retaining_saver.records import Ref
-
-T = TypeVar("T")
-Params = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one statement gave."""
-
-    rows: list[tuple[Any, ...]]
-    changed: int
-
-
-Statements = Generator[tuple[str, Params], Answer, T]
 
 _NAMESPACE = "thread_id = :thread_id AND checkpoint_ns = :ns"
 _NAMED = f"{_NAMESPACE} AND checkpoint_id = :id"
@@ -137,7 +135,7 @@ def _find(columns: str, ref: Ref) -> Statements[tuple[Any, ...] | None]:
 
 def _find_metadata(ref: Ref) -> Statements[tuple[str, dict[str, Any]] | None]:
     found = yield from _find("checkpoint_id, metadata", ref)
-    return None if found is None else (found[0], _load(found[1]))
+    return None if found is None else (found[0], load_metadata(found[1]))
 
 
 def _follow_parents(ref: Ref) -> Statements[list[tuple[str, dict[str, Any]]]]:
@@ -146,7 +144,7 @@ def _follow_parents(ref: Ref) -> Statements[list[tuple[str, dict[str, Any]]]]:
         checkpoint_id: (parent_id, metadata) for checkpoint_id, parent_id, metadata in found.rows
     }
     chain = along_parents(ref.checkpoint_id, links)
-    return [(i, _load(metadata)) for i, metadata in chain if metadata is not None]
+    return [(i, load_metadata(metadata)) for i, metadata in chain if metadata is not None]
 
 
 def _probe(table: str, where: str, params: Params) -> Statements[bool]:
@@ -169,7 +167,7 @@ def _find_reclaimer(ref: Ref) -> Statements[str | None]:
     for side in (_OLDER, _NEWER):
         near = yield f"SELECT checkpoint_id, metadata FROM checkpoints WHERE {side}", _params(ref)
         for checkpoint_id, metadata in near.rows:
-            if ref.checkpoint_id in reclaimed_ids(checkpoint_id, _load(metadata)):
+            if ref.checkpoint_id in reclaimed_ids(checkpoint_id, load_metadata(metadata)):
                 return str(checkpoint_id)
     return None
 
@@ -178,10 +176,10 @@ def _fold(target: Ref, leaf_id: str | None, leaf: Mapping[str, Any]) -> Statemen
     stored = yield f"SELECT metadata FROM checkpoints WHERE {_NAMED}", _params(target)
     if not stored.rows:
         return False
-    folded = folded_into(_load(stored.rows[0][0]), _id(target), leaf, leaf_id)
+    folded = folded_into(load_metadata(stored.rows[0][0]), _id(target), leaf, leaf_id)
     yield (
         f"UPDATE checkpoints SET metadata = :metadata WHERE {_NAMED}",
-        _params(target, metadata=_dump(folded)),
+        _params(target, metadata=dump_metadata(folded)),
     )
     return True
 
@@ -213,7 +211,9 @@ def _reclaim(
         return _first_refusal(holds.rows[0])
     for task_id, moved in moving.items():
         yield from _move_writes(ref, parent.checkpoint_id, task_id, moved)
-    yield from _fold(ref.at(parent.checkpoint_id), leaf.checkpoint_id, _load(stored.rows[0][0]))
+    yield from _fold(
+        ref.at(parent.checkpoint_id), leaf.checkpoint_id, load_metadata(stored.rows[0][0])
+    )
     return "reclaimed"
 
 
@@ -253,85 +253,7 @@ def _move_writes(ref: Ref, parent_id: str, task_id: str, moved: str) -> Statemen
     return special.changed + ordinary.changed
 
 
-def _load(metadata: bytes | str | None) -> dict[str, Any]:
-    loaded: dict[str, Any] = {} if metadata is None else json.loads(metadata)
-    return loaded
-
-
-def _dump(metadata: Mapping[str, Any]) -> bytes:
-    return json.dumps(metadata, ensure_ascii=False).encode("utf-8", "ignore")
-
-
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    begin: str
-    commit: str
-    undo: tuple[str, ...]
-
-
-_OWN = _Bounds("BEGIN IMMEDIATE", "COMMIT", ("ROLLBACK",))
-# The user's transaction stays open, with our work in it or without.
-_NESTED = _Bounds(
-    "SAVEPOINT retaining_saver",
-    "RELEASE retaining_saver",
-    ("ROLLBACK TO retaining_saver", "RELEASE retaining_saver"),
-)
-
-
-def _run(cursor: sqlite3.Cursor, statements: Statements[T]) -> T:
-    try:
-        statement = next(statements)
-        while True:
-            cursor.execute(*statement)
-            statement = statements.send(Answer(cursor.fetchall(), cursor.rowcount))
-    except StopIteration as done:
-        value: T = done.value
-        return value
-
-
-async def _arun(cursor: aiosqlite.Cursor, statements: Statements[T]) -> T:
-    try:
-        statement = next(statements)
-        while True:
-            await cursor.execute(*statement)
-            rows: list[Any] = list(await cursor.fetchall())
-            statement = statements.send(Answer(rows, cursor.rowcount))
-    except StopIteration as done:
-        value: T = done.value
-        return value
-
-
-def _transact(cursor: sqlite3.Cursor, statements: Statements[T]) -> T:
-    bounds = _NESTED if cursor.connection.in_transaction else _OWN
-    cursor.execute(bounds.begin)
-    try:
-        result = _run(cursor, statements)
-        cursor.execute(bounds.commit)
-        return result
-    except BaseException:
-        for statement in bounds.undo:
-            with suppress(sqlite3.OperationalError):  # A full disk has ended it already.
-                cursor.execute(statement)
-        raise
-
-
-async def _atransact(
-    connection: aiosqlite.Connection, cursor: aiosqlite.Cursor, statements: Statements[T]
-) -> T:
-    bounds = _NESTED if connection.in_transaction else _OWN
-    await cursor.execute(bounds.begin)
-    try:
-        result = await _arun(cursor, statements)
-        await cursor.execute(bounds.commit)
-        return result
-    except BaseException:
-        for statement in bounds.undo:
-            with suppress(sqlite3.OperationalError):  # A full disk has ended it already.
-                await cursor.execute(statement)
-        raise
-
-
-class _AnySqliteBackend:
+class _AnySqliteBackend(SqliteThreads):
     """Everything that the two savers share; a subclass runs the statements."""
 
     locks_listings: ClassVar[bool] = True
@@ -345,10 +267,10 @@ class _AnySqliteBackend:
     async def _aread(self, statements: Statements[T]) -> T:
         raise NotImplementedError
 
-    def _write(self, statements: Statements[T]) -> T:
+    def _write(self, statements: Statements[T], own: Bounds = WRITING) -> T:
         raise NotImplementedError
 
-    async def _awrite(self, statements: Statements[T]) -> T:
+    async def _awrite(self, statements: Statements[T], own: Bounds = WRITING) -> T:
         raise NotImplementedError
 
     def row(self, ref: Ref) -> Row | None:
@@ -435,18 +357,18 @@ class _AnySqliteBackend:
     async def arescue(self, leaf: Ref, parent_id: str) -> int:
         return await self._finish(_rescue(leaf, parent_id))
 
-    async def _finish(self, statements: Statements[T]) -> T:
+    async def _finish(self, statements: Statements[T], own: Bounds = WRITING) -> T:
         # A cancelled caller waits for the transaction's end: none may outlive its call.
-        return await arun(call(self._write, self._awrite, statements))
+        return await arun(call(self._write, self._awrite, statements, own))
 
     def _row(self, found: tuple[Any, ...] | None) -> Row | None:
         if found is None:
             return None
-        checkpoint_id, parent_id, kind, checkpoint, metadata = found
+        checkpoint_id, parent_id, kind, checkpoint, stored = found
         body = body_of(read_checkpoint((kind, checkpoint), self._serde))
         is_waiting = is_due(stored_channels(body))
-        token = (kind, checkpoint)
-        return Row(checkpoint_id, parent_id or None, _load(metadata), body, is_waiting, token)
+        metadata, token = load_metadata(stored), (kind, checkpoint)
+        return Row(checkpoint_id, parent_id or None, metadata, body, is_waiting, token)
 
 
 class SqliteBackend(_AnySqliteBackend):
@@ -458,17 +380,17 @@ class SqliteBackend(_AnySqliteBackend):
 
     def _read(self, statements: Statements[T]) -> T:
         with self._cursor() as cursor:
-            return _run(cursor, statements)
+            return run_statements(cursor, statements)
 
     async def _aread(self, statements: Statements[T]) -> T:
         return await asyncio.to_thread(self._read, statements)
 
-    def _write(self, statements: Statements[T]) -> T:
+    def _write(self, statements: Statements[T], own: Bounds = WRITING) -> T:
         with self._cursor() as cursor:
-            return _transact(cursor, statements)
+            return transact(cursor, statements, own)
 
-    async def _awrite(self, statements: Statements[T]) -> T:
-        return await asyncio.to_thread(self._write, statements)
+    async def _awrite(self, statements: Statements[T], own: Bounds = WRITING) -> T:
+        return await asyncio.to_thread(self._write, statements, own)
 
     @contextmanager
     def _cursor(self) -> Iterator[sqlite3.Cursor]:
@@ -488,18 +410,18 @@ class AsyncSqliteBackend(_AnySqliteBackend):
         self._saver = cast(AsyncSqliteSaver, saver)
 
     def _read(self, statements: Statements[T]) -> T:
-        return self._block(self._aread, statements)
+        return self._block(self._aread(statements))
 
     async def _aread(self, statements: Statements[T]) -> T:
         async with self._cursor() as cursor:
-            return await _arun(cursor, statements)
+            return await arun_statements(cursor, statements)
 
-    def _write(self, statements: Statements[T]) -> T:
-        return self._block(self._awrite, statements)
+    def _write(self, statements: Statements[T], own: Bounds = WRITING) -> T:
+        return self._block(self._awrite(statements, own))
 
-    async def _awrite(self, statements: Statements[T]) -> T:
+    async def _awrite(self, statements: Statements[T], own: Bounds = WRITING) -> T:
         async with self._cursor() as cursor:
-            return await _atransact(self._saver.conn, cursor, statements)
+            return await atransact(self._saver.conn, cursor, statements, own)
 
     @asynccontextmanager
     async def _cursor(self) -> AsyncIterator[aiosqlite.Cursor]:
@@ -508,15 +430,14 @@ class AsyncSqliteBackend(_AnySqliteBackend):
             cursor.row_factory = None  # The user's factory is for the user's rows.
             yield cursor
 
-    def _block(
-        self, perform: Callable[[Statements[T]], Coroutine[Any, Any, T]], statements: Statements[T]
-    ) -> T:
+    def _block(self, work: Coroutine[Any, Any, T]) -> T:
         if _running_loop() is self._saver.loop:
+            work.close()
             raise asyncio.InvalidStateError(
                 "A blocking call was made in the loop of an AsyncSqliteSaver, which it would wait "
                 "for without end. Await the method with the prefix 'a', or call from a thread."
             )
-        return asyncio.run_coroutine_threadsafe(perform(statements), self._saver.loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._saver.loop).result()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
