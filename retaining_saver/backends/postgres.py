@@ -36,6 +36,7 @@ from retaining_saver.backends.postgres_sessions import (
     Undo,
     session,
 )
+from retaining_saver.backends.postgres_threads import PostgresThreads
 from retaining_saver.folds import HISTORY_MAPS, MARK, folded_into, reclaimed_ids
 from retaining_saver.records import Ref
 
@@ -281,7 +282,7 @@ SELECT count(*) FROM children
 """
 
 
-class PostgresBackend:
+class PostgresBackend(PostgresThreads):
     """Reach the rows of a Postgres saver; see ``Backend`` for what each method promises.
 
     A refused ``reclaim`` rolls back its own savepoint or transaction. Under REPEATABLE READ and

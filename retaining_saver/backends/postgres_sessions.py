@@ -1,19 +1,22 @@
 """How statements reach a Postgres saver's connection: blocking or awaiting, pipeline or pool.
 
 An operation is a generator that yields ``(sql, parameters)``, is sent the rows, and returns its
-result. Every statement returns rows, if only the number 1: a pipeline does not know before.
+result. Every statement returns rows, if only the number 1, unless it is a ``Command``: a pipeline
+does not know before.
 
 - On a connection shared with the saver, the saver's lock is held; from a pool, a connection of
   our own is taken, and never a second one.
 - A write is one transaction, or a savepoint where the user has one open: that one is neither
   committed nor rolled back.
 - A read leaves no transaction open that was not open before.
+- With ``snapshot`` all statements of a transaction of ours see one snapshot (REPEATABLE READ). In a
+  transaction that the user opened, the user's isolation level counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -37,6 +40,27 @@ Rows = Sequence[tuple[Any, ...]]
 Statements = Generator[tuple[str, Parameters], Rows, T]
 
 
+class Command(str):
+    """A statement that returns no rows; the operation is sent none."""
+
+    __slots__ = ()
+
+
+PAGE = 1000
+_CURSOR = "retaining_saver_rows"
+
+
+def streamed(sql: str, parameters: Parameters, take: Callable[[Rows], object]) -> Statements[None]:
+    """Give the rows of a query to ``take`` page by page, through a cursor in the server.
+
+    Inside a transaction only, and one stream at a time.
+    """
+    yield Command(f"DECLARE {_CURSOR} NO SCROLL CURSOR FOR {sql}"), parameters
+    while rows := (yield f"FETCH {PAGE} FROM {_CURSOR}", {}):
+        take(rows)
+    yield Command(f"CLOSE {_CURSOR}"), {}
+
+
 class Undo(Exception):
     """Ends a transaction without effect; carries the operation's result out of it."""
 
@@ -48,32 +72,36 @@ class Undo(Exception):
 class Session(Protocol):
     """Run an operation's statements: ``read`` those that only look, ``write`` the others."""
 
-    def read(self, statements: Statements[T]) -> T: ...
-    async def aread(self, statements: Statements[T]) -> T: ...
-    def write(self, statements: Statements[T]) -> T: ...
-    async def awrite(self, statements: Statements[T]) -> T: ...
+    def read(self, statements: Statements[T], *, snapshot: bool = False) -> T: ...
+    async def aread(self, statements: Statements[T], *, snapshot: bool = False) -> T: ...
+    def write(self, statements: Statements[T], *, snapshot: bool = False) -> T: ...
+    async def awrite(self, statements: Statements[T], *, snapshot: bool = False) -> T: ...
 
 
 class BlockingSession:
     def __init__(self, saver: PostgresSaver) -> None:
         self._saver = saver
 
-    def read(self, statements: Statements[T]) -> T:
+    def read(self, statements: Statements[T], *, snapshot: bool = False) -> T:
+        if snapshot:
+            return self.write(statements, snapshot=True)
         with self._connection() as connection, _transaction_of_read(connection):
             return _execute(connection, statements)
 
-    async def aread(self, statements: Statements[T]) -> T:
-        return await asyncio.to_thread(self.read, statements)
+    async def aread(self, statements: Statements[T], *, snapshot: bool = False) -> T:
+        return await asyncio.to_thread(self.read, statements, snapshot=snapshot)
 
-    def write(self, statements: Statements[T]) -> T:
+    def write(self, statements: Statements[T], *, snapshot: bool = False) -> T:
         try:
-            with self._connection() as connection, connection.transaction():
-                return _execute(connection, statements)
+            with self._connection() as connection:
+                own = snapshot and _begins(connection)
+                with connection.transaction():
+                    return _execute(connection, _on_snapshot(statements) if own else statements)
         except Undo as undo:
             return cast(T, undo.result)
 
-    async def awrite(self, statements: Statements[T]) -> T:
-        return await asyncio.to_thread(self.write, statements)
+    async def awrite(self, statements: Statements[T], *, snapshot: bool = False) -> T:
+        return await asyncio.to_thread(self.write, statements, snapshot=snapshot)
 
     @contextmanager
     def _connection(self) -> Iterator[Connection[Any]]:
@@ -92,22 +120,30 @@ class AwaitingSession:
     def __init__(self, saver: AsyncPostgresSaver) -> None:
         self._saver = saver
 
-    def read(self, statements: Statements[T]) -> T:
+    def read(self, statements: Statements[T], *, snapshot: bool = False) -> T:
         self._refuse_own_loop()
-        return asyncio.run_coroutine_threadsafe(self.aread(statements), self._saver.loop).result()
+        reading = self.aread(statements, snapshot=snapshot)
+        return asyncio.run_coroutine_threadsafe(reading, self._saver.loop).result()
 
-    async def aread(self, statements: Statements[T]) -> T:
+    async def aread(self, statements: Statements[T], *, snapshot: bool = False) -> T:
+        if snapshot:
+            return await self.awrite(statements, snapshot=True)
         async with self._connection() as connection, _atransaction_of_read(connection):
             return await _aexecute(connection, statements)
 
-    def write(self, statements: Statements[T]) -> T:
+    def write(self, statements: Statements[T], *, snapshot: bool = False) -> T:
         self._refuse_own_loop()
-        return asyncio.run_coroutine_threadsafe(self.awrite(statements), self._saver.loop).result()
+        writing = self.awrite(statements, snapshot=snapshot)
+        return asyncio.run_coroutine_threadsafe(writing, self._saver.loop).result()
 
-    async def awrite(self, statements: Statements[T]) -> T:
+    async def awrite(self, statements: Statements[T], *, snapshot: bool = False) -> T:
         try:
-            async with self._connection() as connection, connection.transaction():
-                return await _aexecute(connection, statements)
+            async with self._connection() as connection:
+                own = snapshot and _begins(connection)
+                async with connection.transaction():
+                    if own:
+                        statements = _on_snapshot(statements)
+                    return await _aexecute(connection, statements)
         except Undo as undo:
             return cast(T, undo.result)
 
@@ -159,6 +195,16 @@ def _ends_by_itself(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     )
 
 
+def _begins(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Tell whether the next transaction is one of its own, not a savepoint in another."""
+    return connection.info.transaction_status == TransactionStatus.IDLE
+
+
+def _on_snapshot(statements: Statements[T]) -> Statements[T]:
+    yield Command("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"), {}
+    return (yield from statements)
+
+
 # Unprepared, because a pooler may give the next statement another server connection.
 def _execute(connection: Connection[Any], statements: Statements[T]) -> T:
     with connection.cursor(row_factory=tuple_row) as cursor:
@@ -166,7 +212,8 @@ def _execute(connection: Connection[Any], statements: Statements[T]) -> T:
             sql, parameters = next(statements)
             while True:
                 cursor.execute(sql.encode(), parameters, prepare=False)
-                sql, parameters = statements.send(cursor.fetchall())
+                rows = [] if isinstance(sql, Command) else cursor.fetchall()
+                sql, parameters = statements.send(rows)
         except StopIteration as done:
             return cast(T, done.value)
 
@@ -177,6 +224,7 @@ async def _aexecute(connection: AsyncConnection[Any], statements: Statements[T])
             sql, parameters = next(statements)
             while True:
                 await cursor.execute(sql.encode(), parameters, prepare=False)
-                sql, parameters = statements.send(await cursor.fetchall())
+                rows = [] if isinstance(sql, Command) else await cursor.fetchall()
+                sql, parameters = statements.send(rows)
         except StopIteration as done:
             return cast(T, done.value)
