@@ -38,10 +38,12 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="the long run, for a quiet machine")
     parser.add_argument("--draw-only", action="store_true", help="draw what was measured before")
     options = parser.parse_args()
+    found = dict(_benchmarks())
+    if unknown := set(options.names) - set(found):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(found)}")
     RESULTS.mkdir(exist_ok=True)
-    for name, module in _benchmarks():
-        if options.names and name not in options.names:
-            continue
+    for name in options.names or found:
+        module = found[name]
         path = RESULTS / f"{name}.jsonl"
         if not options.draw_only:
             arguments = getattr(module, "LARGE", {}) if options.large else {}
