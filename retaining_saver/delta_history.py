@@ -30,7 +30,15 @@ from retaining_saver.caches.readers import Readers, Turn, parent_id
 from retaining_saver.errors import CheckpointNotFoundError
 from retaining_saver.records import Ref
 
-__all__ = ["MAX_STEPS", "Readers", "delta_history", "writes_arrived"]
+__all__ = [
+    "MAX_STEPS",
+    "Readers",
+    "Spared",
+    "delta_history",
+    "purge_sparing",
+    "put_back",
+    "writes_arrived",
+]
 
 logger = logging.getLogger("retaining_saver")
 
@@ -105,6 +113,66 @@ def writes_arrived(
         yield from call(cache.delete_thread, cache.adelete_thread, ref.thread_id)
     except Exception as error:
         cache_failed(ref, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """Histories that outlive a purge, and the epoch that the purge began."""
+
+    entries: Mapping[HistoryKey, StoredHistory]
+    epoch: Epoch | None
+
+
+def purge_sparing(
+    cache: HistoryCache, parent: Ref, *, cache_failed: CacheFailure = _log_failure
+) -> Steps[Spared]:
+    """Purge a thread before a leaf of ``parent`` is reclaimed. Raises if the purge fails.
+
+    Reclaiming a leaf changes no history of ``parent``, of older checkpoints, or of another
+    namespace. Without the newest of these, each run on a thread with leaves would begin with a
+    walk through all of it. ``put_back`` them once the leaf is gone.
+    """
+    entries: Mapping[HistoryKey, StoredHistory] = {}
+    epoch: Epoch | None = None
+    try:
+        epoch = yield from call(cache.epoch, cache.aepoch, parent.thread_id)
+        if epoch is not None and (keys := _unaffected(epoch.held, parent)):
+            entries = yield from call(cache.get_many, cache.aget_many, keys)
+    except Exception as error:
+        cache_failed(parent, error)
+    yield from call(cache.delete_thread, cache.adelete_thread, parent.thread_id)
+    if not entries:
+        return Spared({}, None)
+    try:
+        # Asked for before the deletion: a thread that is deleted meanwhile is purged again, and
+        # then nothing can be put back.
+        epoch = yield from call(cache.epoch, cache.aepoch, parent.thread_id)
+    except Exception as error:
+        cache_failed(parent, error)
+        epoch = None
+    return Spared(entries, epoch)
+
+
+def put_back(
+    cache: HistoryCache, parent: Ref, spared: Spared, *, cache_failed: CacheFailure = _log_failure
+) -> Steps[None]:
+    """Store what ``purge_sparing`` spared, unless the thread was purged since."""
+    if spared.epoch is None:
+        return
+    try:
+        yield from call(cache.set_many, cache.aset_many, spared.entries, spared.epoch)
+    except Exception as error:
+        cache_failed(parent, error)
+
+
+def _unaffected(held: Iterable[HistoryKey], parent: Ref) -> list[HistoryKey]:
+    """Choose the newest key of each channel that reclaiming a leaf of ``parent`` leaves valid."""
+    newest: dict[tuple[str, str], HistoryKey] = {}
+    for key in sorted(held, key=lambda key: key.checkpoint_id):
+        is_newer = key.checkpoint_id > (parent.checkpoint_id or "")
+        if key.checkpoint_ns != parent.checkpoint_ns or not is_newer:
+            newest[key.checkpoint_ns, key.channel] = key
+    return list(newest.values())
 
 
 @dataclass(slots=True)

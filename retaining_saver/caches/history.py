@@ -2,9 +2,16 @@
 
 LangGraph changes the objects that a saver gives it, so a reader must never get the cache's own.
 Each mutable value is kept as a *mould*: a function that casts a fresh copy from private parts.
-Plain containers and pydantic models have moulds of their own, many times cheaper than
-deserialising; a value of any other type is cast by the saver's serializer, from the bytes that
-it made of the value.
+Plain containers and pydantic models have moulds of their own; a value of any other type is cast by
+the saver's serializer, from the bytes that it made of the value.
+
+What one read of a cached history costs, in milliseconds on one machine (CPython 3.11)::
+
+                                    moulds   deserialise   copy.deepcopy   walk on SQLite
+    600 writes of one message each    0.7        7.7            5.7             13
+    600 writes of one text each       0.06       0.10           0.84             6
+
+Making the moulds takes 2.7 ms for the messages, about what serialising them takes.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ class Readers:
                 self._threads[ref.thread_id] = _Seen()
             seen = self._threads[ref.thread_id]
             seen.ids[ref] = None if _may_be_leaf(stored) else parent_id(stored)
-            newest = seen.newest.get(ref.checkpoint_ns, "")
-            seen.newest[ref.checkpoint_ns] = max(newest, ref.checkpoint_id or "")
+            if not _looks_like_leaf(stored):
+                newest = seen.newest.get(ref.checkpoint_ns, "")
+                seen.newest[ref.checkpoint_ns] = max(newest, ref.checkpoint_id or "")
 
     def parent(self, ref: Ref) -> str | None:
         """Return the parent of a checkpoint that was seen, if it is known and has one."""
@@ -59,7 +60,7 @@ class Readers:
             return seen is not None and ref in seen.ids
 
     def is_superseded(self, ref: Ref) -> bool:
-        """Tell whether a newer checkpoint of the namespace was seen."""
+        """Tell whether a newer checkpoint of the namespace was seen, leaves aside."""
         with self._lock:
             seen = self._threads.get(ref.thread_id)
             newest = seen.newest.get(ref.checkpoint_ns, "") if seen else ""
@@ -129,6 +130,11 @@ def parent_id(stored: CheckpointTuple) -> str | None:
 
 
 def _may_be_leaf(stored: CheckpointTuple) -> bool:
-    metadata = stored.metadata
-    marked = folds.kind_of(stored.checkpoint["id"], metadata) is not None
-    return marked or metadata.get("source") == "update" or folds.has_legacy_marker(metadata)
+    return stored.metadata.get("source") == "update" or _looks_like_leaf(stored)
+
+
+def _looks_like_leaf(stored: CheckpointTuple) -> bool:
+    checkpoint_id, metadata = stored.checkpoint["id"], stored.metadata
+    if folds.kind_of(checkpoint_id, metadata) or folds.has_legacy_marker(metadata):
+        return True
+    return metadata.get("source") == "update" and folds.adds_history(checkpoint_id, metadata)
