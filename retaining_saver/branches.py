@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -37,10 +37,16 @@ def chosen(
     ns: Namespace, policy: RetentionPolicy, pinned: set[str], now: datetime
 ) -> tuple[Choice, tuple[str, ...]]:
     """Choose by a policy; also return sentences on rules that could not be applied."""
-    facts = _facts(ns, policy, now, pinned)
-    choice = _chosen_turns(facts)
-    protect(ns, choice, pinned)
-    return choice, _notes(facts)
+    siblings = _old_siblings(ns, ns.children, pinned, policy.drop_siblings_after, now)
+    while True:
+        facts = _facts(ns, policy, siblings, now)
+        choice = _chosen_turns(facts)
+        protect(ns, choice, pinned)
+        # Where the newest turns of a branch have expired, what is left of it may be old enough.
+        more = _old_siblings(ns, choice.keep, pinned, policy.drop_siblings_after, now)
+        if not more:
+            return choice, _notes(facts)
+        siblings |= more
 
 
 def protect(ns: Namespace, choice: Choice, pinned: Iterable[str]) -> None:
@@ -69,9 +75,8 @@ class _Facts:
     matching: set[str]
 
 
-def _facts(ns: Namespace, policy: RetentionPolicy, now: datetime, pinned: set[str]) -> _Facts:
+def _facts(ns: Namespace, policy: RetentionPolicy, siblings: set[str], now: datetime) -> _Facts:
     divided = turns(ns)
-    siblings = _old_siblings(ns, pinned, policy.drop_siblings_after, now)
     live = [i for i in ns.real if i not in siblings]
     matching = {divided.of[i] for i in live if policy.keep_where is not None and ns.rows[i].matches}
     return _Facts(
@@ -91,28 +96,48 @@ def _is_young(time: datetime | None, limit: timedelta, now: datetime) -> bool:
 
 
 def _old_siblings(
-    ns: Namespace, pinned: set[str], after: timedelta | None, now: datetime
+    ns: Namespace,
+    alive: Collection[str],
+    pinned: set[str],
+    after: timedelta | None,
+    now: datetime,
 ) -> set[str]:
-    """Find the branches off the main line that are old, unpinned and not in flight."""
+    """Find the branches of what is alive that are off the main line, old, and held by nothing.
+
+    A tip stays while it is young, in flight, pinned or below a pin; whatever leads to one that
+    stays, stays. With a branch goes what was dropped below it.
+    """
     if after is None:
         return set()
     main = set(ns.line(ns.head))
-    held: set[str] = set()
-    for i in ns.real:
-        if i not in main and (i in pinned or ns.base[i] in held):
-            held.add(i)
+    held = _below_pins(ns, main, pinned)
     old: set[str] = set()
+    stays: set[str | None] = set()
+    leads: set[str | None] = set()
     for i in reversed(ns.real):
-        if i in main:
-            continue
-        if ns.children[i]:
-            goes = all(child in old for child in ns.children[i])
-        else:
+        if i in alive and i not in main and i not in stays:
             young = _is_young(time_of(ns.rows[i]), after, now)
-            goes = not (i in held or young or ns.in_flight(i))
-        if goes:
+            holds = i not in leads and (young or i in held or ns.begun(i))
+            if holds:
+                stays.add(i)
+            else:
+                old.add(i)
+        if i in stays:
+            stays.add(ns.base[i])
+        if i in alive or i in leads:
+            leads.add(ns.base[i])
+    for i in ns.real:
+        if ns.base[i] in old:
             old.add(i)
     return old
+
+
+def _below_pins(ns: Namespace, main: set[str], pinned: set[str]) -> set[str]:
+    below: set[str] = set()
+    for i in ns.real:
+        if i not in main and (i in pinned or ns.base[i] in below):
+            below.add(i)
+    return below
 
 
 def _ranks(ns: Namespace, live: list[str], divided: Turns) -> dict[str, int]:

@@ -68,19 +68,21 @@ class Namespace:
             yield checkpoint_id
             checkpoint_id = self.base[checkpoint_id]
 
-    def in_flight(self, checkpoint_id: str) -> bool:
-        """Tell whether something was begun from a tip and is not finished.
+    def begun(self, checkpoint_id: str) -> bool:
+        """Tell whether something was begun from a checkpoint, or is about to run from it.
 
-        A tip with rows, or one that something is about to run from. Rows on a checkpoint with a
-        child were consumed by it.
+        It or a leaf over it has rows in the writes table, or it is due. Only on a tip does that
+        mean in flight: rows on a checkpoint with a child were consumed by it.
         """
-        if self.children[checkpoint_id]:
-            return False
         hanging = [checkpoint_id]
-        # A leaf over a tip may have been given the rows of a run that has begun.
         for each in hanging:
-            hanging += [child for child in self.direct[each] if child in self.annotations]
-        return self.rows[checkpoint_id].due or any(self.rows[i].writes.rows for i in hanging)
+            hanging += [leaf for leaf in self.direct[each] if leaf in self.annotations]
+        tips = (i for i in hanging if i == checkpoint_id or not self.direct[i])
+        return self.rows[checkpoint_id].due or any(self.rows[i].writes.rows for i in tips)
+
+    def in_flight(self, checkpoint_id: str) -> bool:
+        """Tell whether something was begun from a tip and is not finished."""
+        return not self.children[checkpoint_id] and self.begun(checkpoint_id)
 
     def waits(self) -> bool:
         """Tell whether the head waits for an answer, or stopped at a breakpoint or by a kill."""

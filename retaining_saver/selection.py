@@ -7,7 +7,7 @@ root checkpoints that stay, and annotations follow the checkpoint they annotate.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -19,6 +19,9 @@ from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import ROOT_NS
 
 Key = tuple[str, str]
+
+
+InSubgraph = Callable[["Namespace", "Namespace | None", Choice, Collection[Key]], Choice]
 
 
 @dataclass(slots=True)
@@ -47,7 +50,7 @@ def heads_only(lin: Lineage, pins: Collection[Key]) -> Selection:
     if root is not None:
         protect(root, choice, _pinned(root, pins))
         choice.drop = {i: "superseded" for i in root.real if i not in choice.keep}
-    return _finished(lin, choice, pins, annotations=True)
+    return _finished(lin, choice, pins, annotations=True, subgraph=_newest)
 
 
 def without_runs(lin: Lineage, run_ids: Collection[str], pins: Collection[Key]) -> Selection:
@@ -127,15 +130,16 @@ def _finished(
     *,
     annotations: bool,
     notes: tuple[str, ...] = (),
+    subgraph: InSubgraph | None = None,
 ) -> Selection:
     """Complete the root's choice, and choose in every other namespace accordingly."""
+    subgraph = subgraph or _subgraph
     referenced = {pair for row in lin.thread.checkpoints for pair in row.parents}
     choices: dict[str, Choice] = {}
-    # Annotations have no subgraphs: one that has does not go.
-    roots = lin.namespaces.get(ROOT_NS) if root.drop else None
+    roots = lin.namespaces.get(ROOT_NS)
     for name in sorted(lin.namespaces):  # The root namespace sorts first.
         ns = lin.namespaces[name]
-        choice = root if name == ROOT_NS else _subgraph(ns, roots, root, pins)
+        choice = root if name == ROOT_NS else subgraph(ns, roots, root, pins)
         _keep_pending_sends(ns, choice)
         place_annotations(ns, choice, _pins_in(ns, pins), referenced, annotations)
         choices[name] = choice
@@ -145,11 +149,27 @@ def _finished(
 def _subgraph(
     ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]
 ) -> Choice:
-    if roots is None:
+    # Annotations have no subgraphs: one that has does not go.
+    if roots is None or not root.drop:
         return Choice(keep=dict.fromkeys(ns.real, "subgraphs_untouched"))
     if is_call(ns.name):
         return _call(ns, roots, root, pins)
     return _persistent(ns, roots, root, pins)
+
+
+def _newest(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]) -> Choice:
+    """Keep the newest of a namespace, if anything of it; a finished call's goes with its caller."""
+    if is_call(ns.name) and roots is not None and not _call(ns, roots, root, pins).keep:
+        return Choice(drop=dict.fromkeys(ns.real, "subgraph_expired"))
+    choice = Choice()
+    protect(ns, choice, _pinned(ns, pins))
+    read = set() if is_call(ns.name) else _read_by_replays(ns, root)
+    for i in ns.real:
+        if i in read:
+            choice.want(i, "read_by_replay")
+        elif i not in choice.keep:
+            choice.drop[i] = "superseded"
+    return choice
 
 
 def _call(ns: Namespace, roots: Namespace, root: Choice, pins: Collection[Key]) -> Choice:

@@ -27,8 +27,9 @@ SENTENCES = [
     (
         {"drop_siblings_after": timedelta(hours=1, minutes=30), "compact_supersteps": True},
         (
-            "Remove metadata-only checkpoints; keep every turn; drop branches off the main line after "
-            "1 hour 30 minutes; of turns older than the newest keep only the checkpoint at rest."
+            "Remove metadata-only checkpoints; keep every turn; drop branches off the main line "
+            "after 1 hour 30 minutes; of turns older than the newest keep only the checkpoint at "
+            "rest."
         ),
     ),
     (
