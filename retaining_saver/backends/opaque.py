@@ -6,6 +6,7 @@ checkpoint names is ever imported or called, so a missing, renamed or hostile on
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
@@ -18,6 +19,7 @@ import ormsgpack
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
 
+from retaining_saver.entries import fingerprint
 from retaining_saver.errors import RetainingSaverError
 
 DELTA_SNAPSHOT = 7
@@ -28,6 +30,7 @@ _SENDS = "__pregel_tasks"
 _EMPTY_LISTS = frozenset({("msgpack", b"\x90"), ("json", b"[]"), ("pickle", b"list()")})
 _DICTS = frozenset({("collections", "defaultdict"), ("collections", "OrderedDict")})
 _UNPACK = ormsgpack.OPT_NON_STR_KEYS
+_COMPARE = ormsgpack.OPT_SORT_KEYS | ormsgpack.OPT_PASSTHROUGH_DATACLASS
 _PACK = ormsgpack.OPT_NON_STR_KEYS | ormsgpack.OPT_PASSTHROUGH_DATACLASS
 
 
@@ -102,8 +105,40 @@ def stored_channels(body: Mapping[str, Any]) -> set[str]:
     An empty list of sends does not count: a graph that has used ``Send`` stores one at rest.
     """
     values: Mapping[str, Opaque] = body.get("channel_values") or {}
-    is_idle = any(values.get(_SENDS) == Opaque(None, data) for _, data in _EMPTY_LISTS)
-    return set(values) - ({_SENDS} if is_idle else set())
+    channels = set(values)
+    sends = values.get(_SENDS)
+    if sends is not None and any(sends == Opaque(None, data) for _, data in _EMPTY_LISTS):
+        channels.remove(_SENDS)
+    return channels
+
+
+def fingerprint_of(body: Mapping[str, Any]) -> bytes:
+    """Digest a checkpoint dict with ``Opaque`` values; see ``entries.fingerprint``.
+
+    Raises ``UnreadableCheckpoint`` for what no msgpack or JSON checkpoint holds.
+    """
+    stripped = body_of(body)
+    try:
+        packed = ormsgpack.packb(stripped, default=_spelled, option=_COMPARE)
+    except ormsgpack.MsgpackEncodeError:
+        # Keys that are no text, integers of any size, strings that are no Unicode.
+        return _fingerprint_piecewise(stripped)
+    return hashlib.blake2b(packed, digest_size=16).digest()
+
+
+def _fingerprint_piecewise(body: Mapping[str, Any]) -> bytes:
+    try:
+        return fingerprint(body, lambda value: repr(_spelled(value)).encode())
+    except TypeError as error:
+        raise UnreadableCheckpoint(
+            f"A checkpoint holds objects outside its values ({error}). Its thread is left as it is."
+        ) from error
+
+
+def _spelled(value: object) -> tuple[str, int | None, bytes]:
+    if isinstance(value, Opaque):
+        return "opaque", value.code, value.data
+    raise TypeError(f"{type(value).__name__} cannot be compared")
 
 
 def holds_value(channel: str, stored: tuple[str, bytes], serde: SerializerProtocol) -> bool:

@@ -20,6 +20,7 @@ from retaining_saver.backends.opaque import (
     DELTA_SNAPSHOT,
     Opaque,
     UnreadableCheckpoint,
+    fingerprint_of,
     is_msgpack,
     pack_checkpoint,
     read_checkpoint,
@@ -44,7 +45,6 @@ from retaining_saver.entries import (
     StoredThread,
     ThreadRecords,
     Writes,
-    fingerprint,
 )
 from retaining_saver.folds import adds_history
 from retaining_saver.planned import Carry, Fold, Graft, RetentionPlan, Rollback
@@ -165,6 +165,7 @@ class _Reading:
         """Add one checkpoint, or a sentence on why it cannot be read."""
         try:
             body = read_checkpoint(stored, self.serde)
+            same_state = fingerprint_of(body)
         except UnreadableCheckpoint as error:
             self.problems.append(f"Checkpoint {key[1]}: {error}")
             return
@@ -180,7 +181,7 @@ class _Reading:
             ts=body.get("ts"),
             stored=stored_channels(body),
             snapshots=[c for c, value in values.items() if value.code == DELTA_SNAPSHOT],
-            fingerprint=fingerprint(body, _encoded),
+            fingerprint=same_state,
             writes=writes,
         )
 
@@ -202,12 +203,6 @@ class _Reading:
                     f"Checkpoint {c.checkpoint_id} stores a delta channel's value as {kind!r}, "
                     f"which cannot be moved to another checkpoint without the value's class."
                 )
-
-
-def _encoded(value: object) -> bytes:
-    if isinstance(value, Opaque):
-        return b"%d;" % (-1 if value.code is None else value.code) + value.data
-    raise TypeError(f"Cannot digest a value of type {type(value).__name__}.")
 
 
 # Applying.
