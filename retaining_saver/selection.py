@@ -19,9 +19,8 @@ from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import ROOT_NS
 
 Key = tuple[str, str]
-
-
-InSubgraph = Callable[["Namespace", "Namespace | None", Choice, Collection[Key]], Choice]
+# How to choose in a subgraph's namespace, given the root namespace and what was chosen there.
+InSubgraph = Callable[[Namespace, Namespace | None, Choice, Collection[Key]], Choice]
 
 
 @dataclass(slots=True)
@@ -38,9 +37,12 @@ def by_policy(
     """Select by a policy, but for the deletion of the whole thread."""
     root = lin.namespaces.get(ROOT_NS)
     if root is None:
-        return _finished(lin, Choice(), pins, annotations=policy.drop_annotations)
+        return _finished(lin, Choice(), pins, _untouched, annotations=policy.drop_annotations)
     choice, notes = chosen(root, policy, _pinned(root, pins), now)
-    return _finished(lin, choice, pins, annotations=policy.drop_annotations, notes=notes)
+    # Annotations have no subgraphs: one that has does not go.
+    subgraph = _in_use if choice.drop else _untouched
+    removes = policy.drop_annotations
+    return _finished(lin, choice, pins, subgraph, annotations=removes, notes=notes)
 
 
 def heads_only(lin: Lineage, pins: Collection[Key]) -> Selection:
@@ -50,7 +52,7 @@ def heads_only(lin: Lineage, pins: Collection[Key]) -> Selection:
     if root is not None:
         protect(root, choice, _pinned(root, pins))
         choice.drop = {i: "superseded" for i in root.real if i not in choice.keep}
-    return _finished(lin, choice, pins, annotations=True, subgraph=_newest)
+    return _finished(lin, choice, pins, _newest, annotations=True)
 
 
 def without_runs(lin: Lineage, run_ids: Collection[str], pins: Collection[Key]) -> Selection:
@@ -127,13 +129,12 @@ def _finished(
     lin: Lineage,
     root: Choice,
     pins: Collection[Key],
+    subgraph: InSubgraph,
     *,
     annotations: bool,
     notes: tuple[str, ...] = (),
-    subgraph: InSubgraph | None = None,
 ) -> Selection:
     """Complete the root's choice, and choose in every other namespace accordingly."""
-    subgraph = subgraph or _subgraph
     referenced = {pair for row in lin.thread.checkpoints for pair in row.parents}
     choices: dict[str, Choice] = {}
     roots = lin.namespaces.get(ROOT_NS)
@@ -146,34 +147,30 @@ def _finished(
     return Selection(choices, notes)
 
 
-def _subgraph(
-    ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]
-) -> Choice:
-    # Annotations have no subgraphs: one that has does not go.
-    if roots is None or not root.drop:
-        return Choice(keep=dict.fromkeys(ns.real, "subgraphs_untouched"))
+def _untouched(ns: Namespace, *_: object) -> Choice:
+    return Choice(keep=dict.fromkeys(ns.real, "subgraphs_untouched"))
+
+
+def _in_use(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]) -> Choice:
     if is_call(ns.name):
         return _call(ns, roots, root, pins)
     return _persistent(ns, roots, root, pins)
 
 
 def _newest(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]) -> Choice:
-    """Keep the newest of a namespace, if anything of it; a finished call's goes with its caller."""
-    if is_call(ns.name) and roots is not None and not _call(ns, roots, root, pins).keep:
+    """Keep the newest of a namespace, unless it is a call's that goes with its caller."""
+    if is_call(ns.name) and not _call(ns, roots, root, pins).keep:
         return Choice(drop=dict.fromkeys(ns.real, "subgraph_expired"))
     choice = Choice()
     protect(ns, choice, _pinned(ns, pins))
-    read = set() if is_call(ns.name) else _read_by_replays(ns, root)
-    for i in ns.real:
-        if i in read:
-            choice.want(i, "read_by_replay")
-        elif i not in choice.keep:
-            choice.drop[i] = "superseded"
+    for i in () if is_call(ns.name) else _read_by_replays(ns, root):
+        choice.want(i, "read_by_replay")
+    choice.drop = {i: "superseded" for i in ns.real if i not in choice.keep}
     return choice
 
 
-def _call(ns: Namespace, roots: Namespace, root: Choice, pins: Collection[Key]) -> Choice:
-    if ns.newest > roots.newest:
+def _call(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]) -> Choice:
+    if roots is None or ns.newest > roots.newest:
         # Newer than anything in the root namespace: whoever called has not finished.
         return Choice(keep=dict.fromkeys(ns.real, "uncommitted"))
     for row in ns.rows.values():
@@ -183,13 +180,16 @@ def _call(ns: Namespace, roots: Namespace, root: Choice, pins: Collection[Key]) 
     return Choice(drop=dict.fromkeys(ns.real, "subgraph_expired"))
 
 
-def _persistent(ns: Namespace, roots: Namespace, root: Choice, pins: Collection[Key]) -> Choice:
+def _persistent(
+    ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]
+) -> Choice:
     choice = Choice()
     protect(ns, choice, _pinned(ns, pins))
+    stored, newest_root = (roots.rows, roots.newest) if roots is not None else ({}, "")
     read = _read_by_replays(ns, root)
     for i in ns.real:
         started_by = ns.rows[i].root_id
-        late = started_by not in roots.rows and i > roots.newest
+        late = started_by not in stored and i > newest_root
         if i in read:
             choice.want(i, "read_by_replay")
         elif started_by in root.keep:

@@ -511,6 +511,16 @@ def test_subgraphs_are_untouched_while_no_root_checkpoint_goes() -> None:
     assert {"c012": "leaf"} == reasons(planned(tree).drop)
 
 
+def test_pruning_keeps_the_newest_of_each_subgraph_also_where_no_root_checkpoint_goes() -> None:
+    tree = Tree()
+    root = tree.input()
+    inner = tree.add(None, "call:1", parents=(("", root),))
+    tree.add(inner, "call:1")
+    tree.add(tree.add(None, "sub", parents=(("", root),)), "sub")
+    made = plan_prune(tree.thread(), [], tree.now)
+    assert [root, "c003", "c005"] == ids(made.keep)
+
+
 def test_a_pin_in_a_call_keeps_the_call() -> None:
     tree = three_turns()
     tree.add(None, "call:1", named="b1", parents=(("", "c002"),))
