@@ -34,14 +34,14 @@ WHERE thread_id = %(thread)s
 GROUP BY checkpoint_ns, checkpoint_id
 """
 _STATS = """
-SELECT count(*), COALESCE(sum(
+SELECT 'checkpoints', count(*), COALESCE(sum(
     octet_length(checkpoint::text) + octet_length(metadata::text)
 ), 0)::bigint FROM checkpoints WHERE thread_id = %(thread)s
 UNION ALL
-SELECT count(*), COALESCE(sum(octet_length(blob)), 0)::bigint
+SELECT 'writes', count(*), COALESCE(sum(octet_length(blob)), 0)::bigint
 FROM checkpoint_writes WHERE thread_id = %(thread)s
 UNION ALL
-SELECT count(*), COALESCE(sum(octet_length(blob)), 0)::bigint
+SELECT 'blobs', count(*), COALESCE(sum(octet_length(blob)), 0)::bigint
 FROM checkpoint_blobs WHERE thread_id = %(thread)s
 """
 
@@ -251,9 +251,9 @@ def _require(thread_id: str, plan: RetentionPlan) -> Statements[None]:
 
 def _stats(thread_id: str) -> Statements[StorageStats]:
     rows = yield _STATS, {"thread": thread_id}
+    found = {table: (count, size) for table, count, size in rows}
     return StorageStats(
-        {table: row[0] for table, row in zip(TABLES, rows, strict=True)},
-        {table: row[1] for table, row in zip(TABLES, rows, strict=True)},
+        {table: found[table][0] for table in TABLES}, {table: found[table][1] for table in TABLES}
     )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from decimal import Decimal
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolation
 
@@ -34,17 +36,28 @@ from retaining_saver.entries import (
 from retaining_saver.folds import HISTORY_MAPS, MARK
 from retaining_saver.planned import RetentionPlan
 
+T = TypeVar("T")
 Key = tuple[str, str]  # checkpoint_ns, checkpoint_id
 Matches = Callable[[Mapping[str, Any]], bool]
 HoldsTasks = Callable[["str | None", "bytes | None"], bool]
 
 ATTEMPTS = 4
 """How often a transaction is begun that the server refuses to serialize."""
+SMALL = 256
+"""The size up to which a list of sends is read: an empty one is smaller, also if encrypted."""
+LONG = 4096
+"""The size from which on only the digest of an inline value is read."""
 _REFUSALS = (SerializationFailure, DeadlockDetected, UniqueViolation)
 
-_CHANNELS = """
-SELECT DISTINCT channel FROM checkpoint_blobs
-WHERE thread_id = %(thread)s AND type <> 'empty'
+# The keys of what is stored apart. Of the sends only their type and their value if it is small.
+_BLOBS = """
+SELECT checkpoint_ns, channel, version FROM checkpoint_blobs
+WHERE thread_id = %(thread)s AND type <> 'empty' AND channel <> %(sends)s
+"""
+_SENDS = """
+SELECT checkpoint_ns, version, type, CASE WHEN octet_length(blob) <= %(small)s THEN blob END
+FROM checkpoint_blobs
+WHERE thread_id = %(thread)s AND type <> 'empty' AND channel = %(sends)s
 """
 
 _WRITES = """
@@ -56,11 +69,8 @@ FROM checkpoint_writes WHERE thread_id = %(thread)s
 GROUP BY checkpoint_ns, checkpoint_id
 """
 
-# `held` are the channels with a blob of their version. What is inline under the same name is the
-# mark of a snapshot or a copy's doing, and no part of the state: the fingerprint is taken of what
-# `row` calls the body. Null counts as a value only where a node waits for it. Before checkpoint
-# format 4 the sends are writes on the parent. The parent's metadata is read only where a row
-# records runs and does not say what it is.
+# Inline values that are long come as their digest: only whether two are equal counts. The parent's
+# metadata is read only where a row records runs and does not say what it is.
 _CHECKPOINTS = f"""
 SELECT c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id, c.metadata::text,
     CASE WHEN c.metadata ->> 'source' = 'update' AND c.metadata ?| %(maps)s
@@ -71,53 +81,16 @@ SELECT c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id, c.metadata::tex
         AND p.checkpoint_id = c.parent_checkpoint_id
         LIMIT 1
     ) END,
-    (c.checkpoint ->> 'v')::int, c.checkpoint ->> 'ts',
-    part.versions ->> '{START}',
-    ARRAY(SELECT jsonb_object_keys(part.versions)),
-    blobs.held, inlined.held, inlined.true,
-    (c.checkpoint ->> 'v')::int < 4 AND COALESCE((
-        SELECT true FROM checkpoint_writes AS w
-        WHERE w.thread_id = c.thread_id AND w.checkpoint_ns = c.checkpoint_ns
-        AND w.checkpoint_id = c.parent_checkpoint_id AND w.channel = '{SENDS}'
-        LIMIT 1
-    ), false),
-    tasks.type, tasks.blob,
-    md5((CASE WHEN c.checkpoint -> 'channel_values' IS DISTINCT FROM part.values - blobs.held
-        THEN jsonb_set(c.checkpoint, '{{channel_values}}', part.values - blobs.held)
-        ELSE c.checkpoint
-    END - '{{id,ts}}'::text[])::text)
-FROM checkpoints AS c
-CROSS JOIN LATERAL (
-    SELECT COALESCE(NULLIF(c.checkpoint -> 'channel_versions', 'null'), '{{}}') AS versions,
-        COALESCE(NULLIF(c.checkpoint -> 'channel_values', 'null'), '{{}}') AS values
-) AS part
-CROSS JOIN LATERAL (
-    SELECT ARRAY(
-        SELECT u.channel FROM unnest(%(channels)s::text[]) AS u (channel)
-        WHERE (
-            SELECT b.type FROM checkpoint_blobs AS b
-            WHERE b.thread_id = c.thread_id AND b.checkpoint_ns = c.checkpoint_ns
-            AND b.channel = u.channel AND b.version = part.versions ->> u.channel
-            LIMIT 1
-        ) <> 'empty'
-    ) AS held
-) AS blobs
-CROSS JOIN LATERAL (
-    SELECT array_agg(i.key) FILTER (
-            WHERE i.value <> 'null' OR i.key = '{START}' OR starts_with(i.key, '{BRANCH}')
-        ) AS held,
-        array_agg(i.key) FILTER (WHERE i.value = 'true') AS true
-    FROM jsonb_each(part.values) AS i
-) AS inlined
-LEFT JOIN LATERAL (
-    SELECT b.type,
-        CASE WHEN octet_length(b.blob) <= %(small)s THEN b.blob END AS blob
-    FROM checkpoint_blobs AS b
-    WHERE b.thread_id = c.thread_id AND b.checkpoint_ns = c.checkpoint_ns
-    AND b.channel = '{SENDS}' AND b.version = part.versions ->> '{SENDS}'
-    LIMIT 1
-) AS tasks ON true
-WHERE c.thread_id = %(thread)s
+    c.checkpoint ->> 'v', c.checkpoint ->> 'ts',
+    (c.checkpoint -> 'channel_versions')::text,
+    CASE WHEN octet_length((c.checkpoint -> 'channel_values')::text) > {LONG} THEN (
+        SELECT jsonb_object_agg(i.key, CASE WHEN octet_length(i.value::text) > {LONG}
+            THEN to_jsonb(md5(i.value::text)) ELSE i.value
+        END)::text
+        FROM jsonb_each(c.checkpoint -> 'channel_values') AS i
+    ) ELSE (c.checkpoint -> 'channel_values')::text END,
+    (c.checkpoint - '{{id,ts,channel_values,channel_versions}}'::text[])::text
+FROM checkpoints AS c WHERE c.thread_id = %(thread)s
 """
 
 _THREADS_OF_RUNS = """
@@ -169,7 +142,7 @@ class PostgresThreads:
         return await arun(steps)
 
 
-def _serialized(session: Session, statements: Callable[[], Statements[Any]]) -> Steps[Any]:
+def _serialized(session: Session, statements: Callable[[], Statements[T]]) -> Steps[T]:
     """Write on one snapshot; begin again where another transaction was in the way."""
     for _ in range(ATTEMPTS - 1):
         try:
@@ -180,75 +153,108 @@ def _serialized(session: Session, statements: Callable[[], Statements[Any]]) -> 
 
 
 def _stored(thread_id: str, matches: Matches, holds_tasks: HoldsTasks) -> Statements[StoredThread]:
-    records = ThreadRecords(thread_id, matches=matches)
-    writes = yield from _writes(thread_id)
-    channels = [row[0] for row in (yield _CHANNELS, {"thread": thread_id})]
-
-    def add(rows: Rows) -> None:
-        for row in rows:
-            _add(records, row, writes.pop((row[0], row[1]), NO_WRITES), holds_tasks)
-
-    parameters = {
-        "thread": thread_id,
-        "channels": channels,
-        "maps": list(HISTORY_MAPS),
-        "small": SMALL,
-    }
-    yield from streamed(_CHECKPOINTS, parameters, add)
-    # What no checkpoint has taken has none.
-    return records.thread(orphan_writes=[OrphanWrites(*key, w.rows) for key, w in writes.items()])
+    thread = _Thread(thread_id, matches, holds_tasks)
+    yield from streamed(_WRITES, thread.parameters, thread.take_writes)
+    yield from streamed(_BLOBS, thread.parameters, thread.take_blobs)
+    yield from streamed(_SENDS, thread.parameters, thread.take_sends)
+    yield from streamed(_CHECKPOINTS, thread.parameters, thread.take_checkpoints)
+    return thread.complete()
 
 
-SMALL = 256
-"""The size up to which a list of sends is read: an empty one is smaller, also if encrypted."""
+class _Thread:
+    """Puts together what is read of one thread, the checkpoints last."""
 
+    def __init__(self, thread_id: str, matches: Matches, holds_tasks: HoldsTasks) -> None:
+        self.parameters = {
+            "thread": thread_id,
+            "sends": SENDS,
+            "small": SMALL,
+            "interrupt": INTERRUPT,
+            "error": ERROR,
+            "null_task": NULL_TASK_ID,
+            "maps": list(HISTORY_MAPS),
+        }
+        self._records = ThreadRecords(thread_id, matches=matches)
+        self._holds_tasks = holds_tasks
+        self._writes: dict[Key, Writes] = {}
+        self._written: set[Key] = set()
+        self._blobs: set[tuple[str, str, str]] = set()
 
-def _writes(thread_id: str) -> Statements[dict[Key, Writes]]:
-    found: dict[Key, Writes] = {}
-    known: dict[tuple[Any, ...], Writes] = {}
-
-    def add(rows: Rows) -> None:
-        for ns, checkpoint_id, *summary in rows:
-            count, channels, asked, failed, null_task = summary
-            shape = (count, *map(tuple, (channels, asked or (), failed or ())), null_task)
+    def take_writes(self, rows: Rows) -> None:
+        known: dict[tuple[Any, ...], Writes] = {}
+        for ns, checkpoint_id, count, *summary in rows:
+            channels, asked, failed = (tuple(names or ()) for names in summary[:3])
+            shape = (count, channels, asked, failed, summary[3])
             if shape not in known:
-                known[shape] = Writes(count, frozenset(channels), *shape[2:])
-            found[ns, checkpoint_id] = known[shape]
+                known[shape] = Writes(count, frozenset(channels), asked, failed, summary[3])
+            self._writes[ns, checkpoint_id] = known[shape]
 
-    parameters = {
-        "thread": thread_id,
-        "interrupt": INTERRUPT,
-        "error": ERROR,
-        "null_task": NULL_TASK_ID,
-    }
-    yield from streamed(_WRITES, parameters, add)
-    return found
+    def take_blobs(self, rows: Rows) -> None:
+        self._blobs.update(rows)
+
+    def take_sends(self, rows: Rows) -> None:
+        for ns, version, type_, blob in rows:
+            if self._holds_tasks(type_, blob):
+                self._blobs.add((ns, SENDS, version))
+
+    def take_checkpoints(self, rows: Rows) -> None:
+        for row in rows:
+            self._take_checkpoint(row)
+
+    def complete(self) -> StoredThread:
+        orphans = self._writes.keys() - self._written
+        return self._records.thread(
+            orphan_writes=[OrphanWrites(*key, self._writes[key].rows) for key in sorted(orphans)]
+        )
+
+    def _take_checkpoint(self, row: tuple[Any, ...]) -> None:
+        ns, checkpoint_id, parent_id, metadata, parent_metadata, v, ts, *texts = row
+        versions = json.loads(texts[0] or "null") or {}
+        inline = json.loads(texts[1] or "null", parse_float=Decimal) or {}
+        held = {c for c, version in versions.items() if (ns, c, str(version)) in self._blobs}
+        # What is inline under the same name is the mark of a snapshot, or a copy's doing.
+        snapshots = {c for c in held if inline.get(c) is True}
+        own = {c: value for c, value in inline.items() if c not in held} if held else inline
+        key = (ns, checkpoint_id)
+        self._written.add(key)
+        self._records.add(
+            ns,
+            checkpoint_id,
+            parent_id,
+            metadata=json.loads(metadata),
+            parent_metadata=lambda: parent_metadata and json.loads(parent_metadata),
+            body={"v": v, "channel_versions": versions},
+            ts=ts,
+            stored=held.union(
+                (c for c, value in own.items() if _counts(c, value)),
+                self._sent_by_parent(ns, parent_id, v),
+            ),
+            snapshots=snapshots,
+            fingerprint=_digest(texts[2], texts[0], own),
+            writes=self._writes.get(key, NO_WRITES),
+        )
+
+    def _sent_by_parent(self, ns: str, parent_id: str | None, v: str | None) -> tuple[str, ...]:
+        # Before checkpoint format 4 the sends were writes on the parent.
+        if int(v or 1) >= 4 or not parent_id:
+            return ()
+        return (SENDS,) if SENDS in self._writes.get((ns, parent_id), NO_WRITES).channels else ()
 
 
-def _add(
-    records: ThreadRecords, row: tuple[Any, ...], writes: Writes, holds_tasks: HoldsTasks
-) -> None:
-    ns, checkpoint_id, parent_id, metadata, parent_metadata, v, ts, start, *channels = row
-    versioned, held, inlined, true, sent, tasks_type, tasks, digest = channels
-    stored = {*held, *(inlined or ())} - {SENDS}
-    if sent or holds_tasks(tasks_type, tasks):
-        stored.add(SENDS)
-    versions = dict.fromkeys(versioned)
-    if start is not None:
-        versions[START] = start
-    records.add(
-        ns,
-        checkpoint_id,
-        parent_id,
-        metadata=json.loads(metadata),
-        parent_metadata=lambda: parent_metadata and json.loads(parent_metadata),
-        body={"v": v, "channel_versions": versions},
-        ts=ts,
-        stored=stored,
-        snapshots=set(true or ()).intersection(held),
-        fingerprint=digest.encode(),
-        writes=writes,
+def _counts(channel: str, inline: object) -> bool:
+    """Tell whether an inline value is one: null is where a node waits for it, else not."""
+    return (
+        (inline is not None and channel != SENDS)
+        or channel == START
+        or (channel.startswith(BRANCH))
     )
+
+
+def _digest(rest: str, versions: str | None, inline: Mapping[str, Any]) -> bytes:
+    # The server spells equal documents equally, whatever order they were stored in.
+    digest = blake2b(rest.encode(), digest_size=16)
+    digest.update(f"\0{versions}\0{inline}".encode("utf-8", "surrogatepass"))
+    return digest.digest()
 
 
 def _threads_of_runs(run_ids: Iterable[str]) -> Statements[list[str]]:
