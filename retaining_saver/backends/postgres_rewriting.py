@@ -219,16 +219,16 @@ def _is_still(thread: StoredThread) -> Statements[bool]:
         counts.update(((ns, checkpoint_id), rows) for ns, checkpoint_id, rows in rows)
 
     yield from streamed(_COUNTS, parameters, count)
-    planned = {
-        (c.checkpoint_ns, c.checkpoint_id): (c.parent_id, c.writes.rows) for c in thread.checkpoints
-    }
+    planned = {(c.checkpoint_ns, c.checkpoint_id): c for c in thread.checkpoints}
     others: list[Key] = []
 
     def compare(rows: Rows) -> None:
         for ns, checkpoint_id, parent_id in rows:
-            found = (parent_id or None, counts.get((ns, checkpoint_id), 0))
-            if planned.pop((ns, checkpoint_id), None) != found:
-                others.append((ns, checkpoint_id))
+            key = (ns, checkpoint_id)
+            was = planned.pop(key, None)
+            same = was is not None and was.parent_id == (parent_id or None)
+            if was is None or not same or was.writes.rows != counts.get(key, 0):
+                others.append(key)
 
     yield from streamed(_LINKS, parameters, compare)
     return not planned and not others

@@ -8,11 +8,11 @@ their key, and `LIMIT 1` says so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Any, TypeVar
+from json import JSONDecoder
+from typing import Any, TypeVar, cast
 
 from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolation
 
@@ -144,12 +144,15 @@ class PostgresThreads:
 
 def _serialized(session: Session, statements: Callable[[], Statements[T]]) -> Steps[T]:
     """Write on one snapshot; begin again where another transaction was in the way."""
-    for _ in range(ATTEMPTS - 1):
+    tried = 0
+    while True:
+        tried += 1
         try:
-            return (yield from call(session.write, session.awrite, statements(), snapshot=True))
+            done = yield from call(session.write, session.awrite, statements(), snapshot=True)
+            return cast(T, done)  # The checker loses what a generic method returns.
         except _REFUSALS:
-            continue  # The next snapshot sees what was in the way.
-    return (yield from call(session.write, session.awrite, statements(), snapshot=True))
+            if tried == ATTEMPTS:
+                raise
 
 
 def _stored(thread_id: str, matches: Matches, holds_tasks: HoldsTasks) -> Statements[StoredThread]:
@@ -178,7 +181,7 @@ class _Thread:
         self._holds_tasks = holds_tasks
         self._writes: dict[Key, Writes] = {}
         self._written: set[Key] = set()
-        self._blobs: set[tuple[str, str, str]] = set()
+        self._blobs: dict[str, dict[str, set[str]]] = {}  # Versions by namespace and channel.
 
     def take_writes(self, rows: Rows) -> None:
         known: dict[tuple[Any, ...], Writes] = {}
@@ -190,12 +193,16 @@ class _Thread:
             self._writes[ns, checkpoint_id] = known[shape]
 
     def take_blobs(self, rows: Rows) -> None:
-        self._blobs.update(rows)
+        for ns, channel, version in rows:
+            self._add_blob(ns, channel, version)
 
     def take_sends(self, rows: Rows) -> None:
         for ns, version, type_, blob in rows:
             if self._holds_tasks(type_, blob):
-                self._blobs.add((ns, SENDS, version))
+                self._add_blob(ns, SENDS, version)
+
+    def _add_blob(self, ns: str, channel: str, version: str) -> None:
+        self._blobs.setdefault(ns, {}).setdefault(channel, set()).add(version)
 
     def take_checkpoints(self, rows: Rows) -> None:
         for row in rows:
@@ -209,20 +216,24 @@ class _Thread:
 
     def _take_checkpoint(self, row: tuple[Any, ...]) -> None:
         ns, checkpoint_id, parent_id, metadata, parent_metadata, v, ts, *texts = row
-        versions = json.loads(texts[0] or "null") or {}
-        inline = json.loads(texts[1] or "null", parse_float=Decimal) or {}
-        held = {c for c, version in versions.items() if (ns, c, str(version)) in self._blobs}
+        versions = _decode(texts[0])
+        inline = _decode(texts[1], _EXACT)
+        held = {
+            channel
+            for channel, stored in self._blobs.get(ns, {}).items()
+            if channel in versions and str(versions[channel]) in stored
+        }
         # What is inline under the same name is the mark of a snapshot, or a copy's doing.
-        snapshots = {c for c in held if inline.get(c) is True}
-        own = {c: value for c, value in inline.items() if c not in held} if held else inline
+        snapshots = {channel for channel in held if inline.get(channel) is True}
+        own = {channel: value for channel, value in inline.items() if channel not in held}
         key = (ns, checkpoint_id)
         self._written.add(key)
         self._records.add(
             ns,
             checkpoint_id,
             parent_id,
-            metadata=json.loads(metadata),
-            parent_metadata=lambda: parent_metadata and json.loads(parent_metadata),
+            metadata=_decode(metadata),
+            parent_metadata=lambda: None if parent_metadata is None else _decode(parent_metadata),
             body={"v": v, "channel_versions": versions},
             ts=ts,
             stored=held.union(
@@ -239,6 +250,14 @@ class _Thread:
         if int(v or 1) >= 4 or not parent_id:
             return ()
         return (SENDS,) if SENDS in self._writes.get((ns, parent_id), NO_WRITES).channels else ()
+
+
+_PLAIN, _EXACT = JSONDecoder(), JSONDecoder(parse_float=Decimal)
+
+
+def _decode(text: str | None, decoder: JSONDecoder = _PLAIN) -> dict[str, Any]:
+    """Return a JSON object, an empty one for null. The server writes no white space around it."""
+    return {} if text is None else decoder.raw_decode(text)[0] or {}
 
 
 def _counts(channel: str, inline: object) -> bool:
