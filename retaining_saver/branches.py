@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from retaining_saver.lineage import Namespace, Turns, newest, time_of, turns
@@ -40,7 +40,7 @@ def chosen(
     siblings = _old_siblings(ns, ns.children, pinned, policy.drop_siblings_after, now)
     while True:
         facts = _facts(ns, policy, siblings, now)
-        choice = _chosen_turns(facts)
+        choice = _chosen_turns(facts, pinned)
         protect(ns, choice, pinned)
         # Where the newest turns of a branch have expired, what is left of it may be old enough.
         more = _old_siblings(ns, choice.keep, pinned, policy.drop_siblings_after, now)
@@ -203,24 +203,35 @@ def _first(rules: Rules, facts: _Facts, i: str) -> str | None:
     return next((name for name, holds in rules if holds(facts, i)), None)
 
 
-def _chosen_turns(facts: _Facts) -> Choice:
+def _chosen_turns(facts: _Facts, pinned: set[str]) -> Choice:
     choice = Choice(drop=dict.fromkeys(facts.siblings, "sibling"))
+    wanted = {i: _first(TURN_RULES, facts, i) for i in facts.live}
     compacts = facts.policy.compact_supersteps and facts.turns.marked
-    kept_turns: dict[str, None] = {}
-    for i in facts.live:
-        reason = _first(TURN_RULES, facts, i)
+    lasting = _lasting(facts, wanted, pinned) if compacts else facts
+    for i, reason in wanted.items():
         if reason is None:
             choice.drop[i] = "expired"
-            continue
-        kept_turns[facts.turns.of[i]] = None
-        rest = _first(REST_RULES, facts, i) if compacts and facts.rank[i] > 0 else reason
-        if rest is None:
-            choice.drop[i] = "superstep"
+        elif compacts and lasting.rank[i] > 0:
+            rest = _first(REST_RULES, lasting, i)
+            if rest is None:
+                choice.drop[i] = "superstep"
+            else:
+                choice.keep[i] = rest
         else:
-            choice.keep[i] = rest
-    for turn in kept_turns:
+            choice.keep[i] = reason
+    for turn in {facts.turns.of[i]: None for i in facts.live if wanted[i]}:
         choice.want(facts.ns.base[turn], "base")
     return choice
+
+
+def _lasting(facts: _Facts, wanted: dict[str, str | None], pinned: set[str]) -> _Facts:
+    """Look at what leads to something that stays: a branch that has expired ends no turn."""
+    lasting: set[str | None] = {facts.ns.head, *pinned}
+    for i in reversed(facts.live):
+        if i in lasting or wanted[i]:
+            lasting |= {i, facts.ns.base[i]}
+    live = [i for i in facts.live if i in lasting]
+    return replace(facts, live=live, rank=_ranks(facts.ns, live, facts.turns))
 
 
 def _notes(facts: _Facts) -> tuple[str, ...]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings
 
 from retaining_saver.entries import BRANCH, INTERRUPT, NULL_TASK_ID, SENDS
 from retaining_saver.lineage import lineage, turns
@@ -15,6 +14,8 @@ from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import Ref
 from tests.support.trees import Tree, World, applied, draw, pin
 
+# Growing a thread takes a while on a busy machine; how long is nobody's promise.
+bounded = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 DELTA = ("d", "e")
 HOURS = st.integers(1, 200).map(lambda hours: timedelta(hours=hours))
 NOTHING = RetentionPolicy()
@@ -153,6 +154,7 @@ def dropped(plan: RetentionPlan) -> set[tuple[str, str]]:
 CASE = tuple[Tree, RetentionPolicy, list[Ref], RetentionPlan]
 
 
+@bounded
 @given(planned())
 def test_every_checkpoint_is_kept_or_dropped_and_never_both(case: CASE) -> None:
     tree, _, _, made = case
@@ -161,6 +163,7 @@ def test_every_checkpoint_is_kept_or_dropped_and_never_both(case: CASE) -> None:
     assert len(tree.rows) == len(made.keep) + len(made.drop)
 
 
+@bounded
 @given(planned())
 def test_heads_stay_unless_the_thread_goes(case: CASE) -> None:
     tree, _, _, made = case
@@ -171,12 +174,14 @@ def test_heads_stay_unless_the_thread_goes(case: CASE) -> None:
     assert made.delete_thread or stored <= kept(made)
 
 
+@bounded
 @given(planned())
 def test_what_is_pinned_stays(case: CASE) -> None:
     _, _, pins, made = case
     assert {(p.checkpoint_ns, p.checkpoint_id) for p in pins} <= kept(made)
 
 
+@bounded
 @given(planned())
 def test_no_parent_points_to_nothing(case: CASE) -> None:
     tree, _, _, made = case
@@ -184,6 +189,7 @@ def test_no_parent_points_to_nothing(case: CASE) -> None:
     assert () == lineage(after).problems
 
 
+@bounded
 @given(planned())
 def test_what_stays_reads_its_delta_channels_as_before(case: CASE) -> None:
     tree, _, _, made = case
@@ -192,6 +198,7 @@ def test_what_stays_reads_its_delta_channels_as_before(case: CASE) -> None:
     assert {key: before.reads(DELTA)[key] for key in after} == after, draw(tree.thread(), made)
 
 
+@bounded
 @given(planned())
 def test_a_second_plan_changes_nothing(case: CASE) -> None:
     tree, policy, pins, made = case
@@ -201,6 +208,25 @@ def test_a_second_plan_changes_nothing(case: CASE) -> None:
     assert (False, ()) == (again.changes, again.fold), f"{policy}\n{pins}\n{shown}"
 
 
+@bounded
+@given(planned(), HOURS)
+def test_later_plans_merge_carriers_and_what_stays_reads_as_before(
+    case: CASE, later: timedelta
+) -> None:
+    tree, policy, _, made = case
+    first = World(tree.thread())
+    second = applied(first, made)
+    then = plan(second.thread, policy, [], tree.now + later)
+    third = applied(second, then)
+    last = applied(third, plan_prune(third.thread, [], tree.now + later))
+    for after in (third, last):
+        reads = after.reads(DELTA)
+        assert {key: first.reads(DELTA)[key] for key in reads} == reads
+        assert () == lineage(after.thread).problems
+    assert not plan(third.thread, policy, [], tree.now + later).changes
+
+
+@bounded
 @given(planned())
 def test_the_children_of_what_goes_are_grafted(case: CASE) -> None:
     tree, _, _, made = case
@@ -213,6 +239,7 @@ def test_the_children_of_what_goes_are_grafted(case: CASE) -> None:
     assert orphaned == {(g.checkpoint_ns, g.checkpoint_id) for g in made.graft}
 
 
+@bounded
 @given(planned())
 def test_a_carrier_lies_between_its_children_and_their_ancestor(case: CASE) -> None:
     tree, _, _, made = case
@@ -222,6 +249,7 @@ def test_a_carrier_lies_between_its_children_and_their_ancestor(case: CASE) -> N
         assert (carry.checkpoint_ns, carry.checkpoint_id) not in tree.rows
 
 
+@bounded
 @given(planned())
 def test_a_tip_in_flight_goes_only_with_its_whole_turn(case: CASE) -> None:
     tree, _, _, made = case
@@ -245,6 +273,7 @@ def shown(case: CASE) -> str:
     return f"{policy}\n{pins}\n{draw(tree.thread(), made)}"
 
 
+@bounded
 @given(planned())
 def test_a_waiting_thread_is_not_deleted_unless_asked_for(case: CASE) -> None:
     tree, policy, pins, made = case
@@ -253,6 +282,7 @@ def test_a_waiting_thread_is_not_deleted_unless_asked_for(case: CASE) -> None:
     assert not (made.delete_thread and pins)
 
 
+@bounded
 @given(trees())
 def test_the_default_policy_removes_only_annotations(tree: Tree) -> None:
     made = plan(tree.thread(), NOTHING, [], tree.now + timedelta(days=10_000))
@@ -261,6 +291,7 @@ def test_the_default_policy_removes_only_annotations(tree: Tree) -> None:
     assert real <= kept(made) if real else True
 
 
+@bounded
 @given(trees())
 def test_pruning_twice_is_pruning_once_and_reads_are_as_before(tree: Tree) -> None:
     before = World(tree.thread())
@@ -271,6 +302,7 @@ def test_pruning_twice_is_pruning_once_and_reads_are_as_before(tree: Tree) -> No
     assert {key: before.reads(DELTA)[key] for key in reads} == reads
 
 
+@bounded
 @given(trees(), st.sets(st.sampled_from(["r1", "r2", "r3"])))
 def test_deleting_runs_leaves_none_of_them(tree: Tree, runs: set[str]) -> None:
     before = World(tree.thread())
