@@ -35,7 +35,10 @@ Mould = Callable[[], Any]
 Moulder = Callable[[Any], tuple[Mould, int]]
 """Makes a mould of a value and tells about how many bytes the mould takes."""
 
-OVERHEAD: Final = 120
+_Write = tuple[str, Any, "Mould | None"]
+"""A task id, and a value: itself where it is immutable, else what casts copies of it."""
+
+OVERHEAD: Final = 64
 """Bytes of memory that any object is taken to need beside its contents."""
 
 
@@ -58,7 +61,7 @@ class StoredHistory:
         self,
         serde: SerializerProtocol | None,
         seed: _Frozen | None,
-        writes: tuple[tuple[str, _Frozen], ...],
+        writes: tuple[_Write, ...],
         size: int,
         packed: tuple[str, bytes] | None = None,
     ) -> None:
@@ -87,9 +90,12 @@ class StoredHistory:
         """Return this history with later writes of the same channel appended."""
         if self._serde is None or not _reads_alike(self._serde, serde):
             return StoredHistory.of(self.thaw(serde, ""), serde).followed_by(writes, serde)
-        added = tuple([(task_id, freeze(value, serde)) for task_id, _, value in writes])
-        size = self.size + sum(OVERHEAD + frozen.size for _, frozen in added)
-        return StoredHistory(self._serde, self._seed, self._writes + added, size)
+        added, size = [], self.size
+        for task_id, _, value in writes:
+            frozen = freeze(value, serde)
+            added.append((task_id, frozen.value, frozen.cast))
+            size += OVERHEAD + frozen.size
+        return StoredHistory(self._serde, self._seed, (*self._writes, *added), size)
 
     def thaw(self, serde: SerializerProtocol, channel: str) -> DeltaChannelHistory:
         """Return the history as the reader with ``serde`` reads it; nothing in it is shared."""
@@ -97,8 +103,8 @@ class StoredHistory:
             return _unpacked(self.pack(), serde, channel)
         history: DeltaChannelHistory = {
             "writes": [
-                (task_id, channel, frozen.value if frozen.cast is None else frozen.cast())
-                for task_id, frozen in self._writes
+                (task_id, channel, value if cast is None else cast())
+                for task_id, value, cast in self._writes
             ]
         }
         if self._seed is not None:
@@ -111,7 +117,7 @@ class StoredHistory:
             return self._packed
         assert self._serde is not None
         seed = [] if self._seed is None else [self._seed.thaw()]
-        writes = [[task_id, frozen.thaw()] for task_id, frozen in self._writes]
+        writes = [[task, value if cast is None else cast()] for task, value, cast in self._writes]
         return self._serde.dumps_typed([seed, writes])
 
 
@@ -242,12 +248,19 @@ def _mould_list(value: list[Any]) -> tuple[Mould, int]:
     if not moulds:
         return own.copy, size
     if len(moulds) == len(own) == 1:
-        only = moulds[0][1]  # A node that returns one message writes this.
-        return lambda: [only()], size
+        return partial(_cast_one, moulds[0][1]), size
     if len(moulds) == len(own):
-        casts = [cast for _, cast in moulds]
-        return lambda: [cast() for cast in casts], size
+        return partial(_cast_all, tuple(cast for _, cast in moulds)), size
     return partial(_cast_items, _without(own, moulds), moulds), size
+
+
+def _cast_one(cast: Mould) -> list[Any]:
+    """Cast what a node writes that returns one message."""
+    return [cast()]
+
+
+def _cast_all(casts: tuple[Mould, ...]) -> list[Any]:
+    return [cast() for cast in casts]
 
 
 def _mould_dict(value: dict[Any, Any]) -> tuple[Mould, int]:
@@ -310,27 +323,49 @@ _MOULDERS: dict[type[Any], Moulder] = {
 
 
 def _mould_model(model: BaseModel) -> tuple[Mould, int]:
-    """Cast as pydantic's own deep copy does, without its bookkeeping."""
-    kind = type(model)
     moulds, size = _mould_items(model.__dict__.items())
-    fields = _without(model.__dict__.copy(), moulds)
-    fields_set = model.__pydantic_fields_set__.copy()
-    extra = _mould_hidden(model.__pydantic_extra__)
-    private = _mould_hidden(model.__pydantic_private__)
-    new = kind.__new__
+    mould = partial(
+        _cast_model,
+        type(model),
+        _without(model.__dict__.copy(), moulds),
+        _interned(tuple(moulds)) if all(cast in _EMPTIES for _, cast in moulds) else moulds,
+        _interned(frozenset(model.__pydantic_fields_set__)),
+        _mould_hidden(model.__pydantic_extra__),
+        _mould_hidden(model.__pydantic_private__),
+    )
+    return mould, size + 6 * OVERHEAD
 
-    def cast() -> BaseModel:
-        copied = new(kind)
-        values = fields.copy()
-        for name, cast_value in moulds:
-            values[name] = cast_value()
-        _assign_fields(copied, values)
-        _assign_fields_set(copied, fields_set.copy())
-        _assign_extra(copied, extra and extra())
-        _assign_private(copied, private and private())
-        return copied
 
-    return cast, size + 12 * OVERHEAD
+def _cast_model(
+    kind: type[BaseModel],
+    fields: dict[str, Any],
+    moulds: Iterable[tuple[str, Mould]],
+    fields_set: frozenset[str],
+    extra: Mould | None,
+    private: Mould | None,
+) -> BaseModel:
+    """Cast as pydantic's own deep copy does, without its bookkeeping."""
+    copied = kind.__new__(kind)
+    values = fields.copy()
+    for name, cast in moulds:
+        values[name] = cast()
+    _assign_fields(copied, values)
+    _assign_fields_set(copied, set(fields_set))
+    _assign_extra(copied, extra and extra())
+    _assign_private(copied, private and private())
+    return copied
+
+
+_EMPTIES = (dict, list)
+
+
+@lru_cache(maxsize=1024)
+def _interned(value: Any) -> Any:
+    """Return one object for all that are equal: thousands of messages differ in few fields.
+
+    Reading a long history takes as long as fetching its moulds from memory takes.
+    """
+    return value
 
 
 # The slots of every model, past its own ``__setattr__``; the quickest way to them.

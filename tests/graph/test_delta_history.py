@@ -713,8 +713,8 @@ async def test_reclaiming_a_leaf_spares_what_its_parent_reads(face: Face, thread
     reader = Reader(saver, cache)
     for turn in range(3):
         say(saver, thread_id, turn)
-        parent = head_of(saver, thread_id)
-        reader.read(parent.config)
+        reader.read(head_of(saver, thread_id).config)
+    parent = head_of(saver, thread_id)
     _, leaf_id = put_leaf(saver, thread_id)
     reader.read(at(thread_id, leaf_id))
     parent_ref = Ref.of(parent.config)
