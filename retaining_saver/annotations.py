@@ -16,11 +16,14 @@ from retaining_saver._steps import Steps, call
 from retaining_saver.backends.base import Backend
 from retaining_saver.errors import CheckpointNotFoundError
 from retaining_saver.events import Folded
-from retaining_saver.interception import Put, missing, put_annotation
+from retaining_saver.interception import Put, missing, put_annotation, tell_head
 from retaining_saver.parts import Journal, Parts
 from retaining_saver.records import ROOT_NS, Ref
 
 ANNOTATION = "annotation"
+MAX_NESTING = 100
+ATTEMPTS = 5
+"""How often a head that vanishes is looked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ def storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain JSON copy of ``metadata``; raise for what some backend could not store.
 
     ``TypeError`` for what JSON has no form for, ``ValueError`` for NUL, lone surrogates, NaN and
-    infinities, for keys that are LangGraph's or this library's own, and for nothing at all.
+    infinities, integers of more than 64 bits, deep nesting, for keys that are LangGraph's or this
+    library's own, and for nothing at all.
     """
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a mapping, not {metadata!r}")
@@ -83,6 +87,7 @@ def storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("There is nothing to record: the metadata is empty")
     if reserved := sorted(folds.RESERVED_KEYS & metadata.keys()):
         raise ValueError(f"These metadata keys are not free to use: {', '.join(reserved)}")
+    _refuse_extremes(metadata)
     text = json.dumps(metadata, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -94,6 +99,19 @@ def storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def _refuse_extremes(value: Any, depth: int = 0) -> None:
+    """Raise for what is JSON and still too large or too deep for the memory saver's msgpack."""
+    if depth > MAX_NESTING:
+        raise ValueError(f"The metadata is nested more than {MAX_NESTING} levels deep")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("The metadata contains an integer of more than 64 bits")
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_extremes(item, depth + 1)
+
+
 def annotate(
     parts: Parts, journal: Journal, config: RunnableConfig, entries: Mapping[str, Any]
 ) -> Steps[RunnableConfig]:
@@ -103,19 +121,22 @@ def annotate(
     harm to, is folded into. A leaf carries the thread's whole run history, so that the head
     answers for it.
     """
-    backend = parts.storage
     ref = Ref.of(config)
-    found = yield from call(backend.metadata, backend.ametadata, ref)
-    if found is None:
-        return (yield from _not_found(parts, ref))
-    target, recorded = ref.at(found[0]), found[1]
-    history = yield from _history(backend, target, recorded)
-    if not folds.added_names(entries, {**recorded, **history.entries()}):
-        return target.config()
-    named = ref.checkpoint_id is not None
-    if named or ref.checkpoint_ns != ROOT_NS or parts.annotations == "fold":
-        return (yield from _fold_entries(parts, backend, journal, target, entries))
-    return (yield from _leaf(parts, journal, target, entries, history))
+    for _ in range(ATTEMPTS):
+        found = yield from _described(parts.storage, ref)
+        if found is None:
+            break
+        if not folds.added_names(entries, {**found.metadata, **found.history.entries()}):
+            return found.ref.config()
+        named = ref.checkpoint_id is not None
+        if named or ref.checkpoint_ns != ROOT_NS or parts.annotations == "fold":
+            done = yield from _fold_entries(parts, journal, found.ref, entries)
+        else:
+            done = yield from _leaf(parts, journal, found, entries)
+        if done is not None:
+            return done
+        # The head was a leaf that another worker has reclaimed meanwhile; look for the new head.
+    return (yield from _not_found(parts, ref))
 
 
 def run_history(parts: Parts, config: RunnableConfig) -> Steps[RunHistory]:
@@ -124,21 +145,40 @@ def run_history(parts: Parts, config: RunnableConfig) -> Steps[RunHistory]:
     One metadata lookup where the head carries the whole history; one metadata query more where
     not. No state is deserialised. Empty for a thread without checkpoints.
     """
-    backend = parts.storage
     ref = Ref.of(config)
-    found = yield from call(backend.metadata, backend.ametadata, ref)
-    if found is None and ref.checkpoint_id is None:
+    found = yield from _described(parts.storage, ref)
+    if found is not None:
+        return found.history
+    if ref.checkpoint_id is None:
         return RunHistory()
-    if found is None:
-        return (yield from _not_found(parts, ref))
-    return (yield from _history(backend, ref.at(found[0]), found[1]))
+    return (yield from _not_found(parts, ref))
 
 
-def _history(backend: Backend, ref: Ref, metadata: Mapping[str, Any]) -> Steps[RunHistory]:
-    if folds.is_whole(ref.id, metadata):
-        return merged([metadata])
-    lineage = yield from call(backend.lineage, backend.alineage, ref)
-    return merged([metadata, *(recorded for _, recorded in lineage)])
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A checkpoint, what it records by itself, and the run history up to it."""
+
+    ref: Ref
+    metadata: Mapping[str, Any]
+    history: RunHistory
+
+
+def _described(backend: Backend, ref: Ref) -> Steps[_Described | None]:
+    """Read a checkpoint (without an id: the head) and its history; ``None`` if it is not stored."""
+    while True:
+        found = yield from call(backend.metadata, backend.ametadata, ref)
+        if found is None:
+            return None
+        target, metadata = ref.at(found[0]), found[1]
+        if folds.is_whole(target.id, metadata):
+            return _Described(target, metadata, merged([metadata]))
+        line = yield from call(backend.lineage, backend.alineage, target)
+        history = merged([metadata, *(recorded for _, recorded in line)])
+        if leaves.claim(target.id, metadata) is None or any(i == target.id for i, _ in line):
+            return _Described(target, metadata, history)
+        if (yield from call(backend.exists, backend.aexists, target)):
+            return _Described(target, metadata, history)
+        # A leaf that was reclaimed between the two reads: the line of what is gone is empty.
 
 
 def merged(newest_first: Iterable[Mapping[str, Any]]) -> RunHistory:
@@ -163,27 +203,28 @@ def _not_found(parts: Parts, ref: Ref) -> Steps[NoReturn]:
 
 
 def _fold_entries(
-    parts: Parts, backend: Backend, journal: Journal, target: Ref, entries: Mapping[str, Any]
-) -> Steps[RunnableConfig]:
+    parts: Parts, journal: Journal, target: Ref, entries: Mapping[str, Any]
+) -> Steps[RunnableConfig | None]:
+    backend = parts.storage
     if not (yield from call(backend.fold, backend.afold, target, None, entries)):
-        yield from _not_found(parts, target)
+        return None
     journal.note(Folded, target, parent_id=target.id)
+    yield from tell_head(backend, journal, target, entries)
     return target.config()
 
 
 def _leaf(
-    parts: Parts, journal: Journal, target: Ref, entries: Mapping[str, Any], history: RunHistory
-) -> Steps[RunnableConfig]:
+    parts: Parts, journal: Journal, target: _Described, entries: Mapping[str, Any]
+) -> Steps[RunnableConfig | None]:
     inner = parts.inner
-    head = yield from call(inner.get_tuple, inner.aget_tuple, target.config())
+    head = yield from call(inner.get_tuple, inner.aget_tuple, target.ref.config())
     if head is None:
-        return (yield from _not_found(parts, target))
+        return None
     checkpoint = copy.copy(head.checkpoint)
     checkpoint["id"] = str(uuid6())
     checkpoint["ts"] = parts.clock().isoformat()
     kind = leaves.DURATION if entries.keys() & set(folds.HISTORY_MAPS) else ANNOTATION
-    metadata: Any = folds.leaf_metadata(
-        head.metadata, checkpoint["id"], kind, entries, history.entries()
-    )
-    put = Put(target.config(), checkpoint, metadata, {}, kind=kind)
+    history = target.history.entries()
+    metadata: Any = folds.leaf_metadata(head.metadata, checkpoint["id"], kind, entries, history)
+    put = Put(target.ref.config(), checkpoint, metadata, {}, kind=kind)
     return (yield from put_annotation(parts, journal, put))

@@ -7,7 +7,7 @@ whether one is. If not, the saver calls the wrapped one and nothing else.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal
@@ -54,7 +54,10 @@ class Put:
             return self
         kind = folds.kind_of(self.checkpoint["id"], self.metadata)
         try:
-            return replace(self, kind=kind or parts.classify(self.metadata))
+            kind = kind or parts.classify(self.metadata)
+            if kind is not None and not isinstance(kind, str):
+                raise TypeError(f"A kind is text or None, not {kind!r}")
+            return replace(self, kind=kind)
         except Exception:
             logger.exception("the classifier failed; the checkpoint is stored as it is")
             return self
@@ -133,7 +136,12 @@ def pin(parts: Parts, config: RunnableConfig, ttl: timedelta | None) -> Steps[Pi
 
 
 def _expiry(parts: Parts, ttl: timedelta | None) -> datetime | None:
-    return None if checked_ttl(ttl) is None else parts.clock() + (ttl or timedelta(0))
+    if checked_ttl(ttl) is None or ttl is None:
+        return None
+    try:
+        return parts.clock() + ttl
+    except OverflowError:  # Later than any time that can be told: for ever.
+        return None
 
 
 def missing(parts: Parts, ref: Ref, by_run: bool) -> Steps[None]:
@@ -215,8 +223,11 @@ def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCo
         tagged: Any = folds.tagged(put.metadata, leaf_id, put.kind or "", parent.metadata)
         put = replace(put, metadata=tagged)
     if harmful:
-        target = yield from _leaf_or_itself(backend, ref, parent)
-        return (yield from _fold(parts, backend, journal, put.under(target)))
+        target = yield from _leaf_or_itself(backend, journal, ref, parent)
+        carrier = yield from _fold(parts, backend, journal, put.under(target))
+        if target == parent.checkpoint_id:
+            yield from tell_head(backend, journal, Ref.of(carrier), _recorded(put))
+        return carrier
     stored = yield from put.steps(parts)
     holder = parent.checkpoint_id
     if leaves.claim(holder, parent.metadata) is not None:
@@ -229,16 +240,44 @@ def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCo
     return (yield from _look_again(parts, backend, journal, put.under(holder), stored))
 
 
-def _leaf_or_itself(backend: Backend, ref: Ref, parent: Row) -> Steps[str]:
+def _leaf_or_itself(backend: Backend, journal: Journal, ref: Ref, parent: Row) -> Steps[str]:
     """Return the marked leaf on ``parent`` if that is the head, else ``parent``, to fold into.
 
     A head that carries the whole run history must not lack what is recorded under it.
     """
-    head = yield from call(backend.row, backend.arow, ref.at(None))
+    head: Row | None = None
+    with reported(journal, DeleteFailed, ref):
+        head = yield from call(backend.row, backend.arow, ref.at(None))
     if head is None or head.parent_id != parent.checkpoint_id:
         return parent.checkpoint_id
     marked = folds.kind_of(head.checkpoint_id, head.metadata) is not None
     return head.checkpoint_id if marked else parent.checkpoint_id
+
+
+def tell_head(
+    backend: Backend, journal: Journal, target: Ref, entries: Mapping[str, Any]
+) -> Steps[None]:
+    """Fold the run history in ``entries``, which went into ``target``, into the head as well.
+
+    Only into a head that answers for the whole history by itself, and that ``target`` leads to:
+    nobody looks below such a head.
+    """
+    history = {key: entries[key] for key in folds.HISTORY_MAPS if key in entries}
+    if not history or target.checkpoint_ns != ROOT_NS:
+        return
+    with reported(journal, DeleteFailed, target):
+        found = yield from call(backend.metadata, backend.ametadata, target.at(None))
+        if found is None or found[0] == target.checkpoint_id or not folds.is_whole(*found):
+            return
+        head = target.at(found[0])
+        line = yield from call(backend.lineage, backend.alineage, head)
+        if any(checkpoint_id == target.checkpoint_id for checkpoint_id, _ in line):
+            yield from call(backend.fold, backend.afold, head, None, history)
+
+
+def _recorded(put: Put) -> dict[str, Any]:
+    """Return what a tagged annotation records by itself."""
+    return folds.folded_into({}, "", put.metadata, put.checkpoint["id"])
 
 
 def _stored_parent(parts: Parts, backend: Backend, ref: Ref) -> Steps[Row | None]:
@@ -287,8 +326,25 @@ def _look_again(
                 parts, journal, parent.at(leaf_id), Terms(only_head=False)
             )
             if gone:
+                yield from tell_head(backend, journal, parent, _recorded(put))
                 return parent.config()
+        if folds.is_whole(leaf_id, put.metadata):
+            yield from _catch_up(backend, parent, put)
     return stored
+
+
+def _catch_up(backend: Backend, parent: Ref, put: Put) -> Steps[None]:
+    """Add to a whole leaf what was folded into its parent after the history had been read."""
+    found = yield from call(backend.metadata, backend.ametadata, parent)
+    missed: dict[str, Any] = {}
+    for key in folds.HISTORY_MAPS:
+        told, recorded = put.metadata.get(key), found[1].get(key) if found else None
+        known = told if isinstance(told, Mapping) else {}
+        if isinstance(recorded, Mapping) and recorded.keys() - known.keys():
+            missed[key] = {name: v for name, v in recorded.items() if name not in known}
+    if missed:
+        leaf = parent.at(put.checkpoint["id"])
+        yield from call(backend.fold, backend.afold, leaf, None, missed)
 
 
 def put_onto_leaf(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableConfig]:

@@ -217,7 +217,12 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         ref = Ref.of(config)
         if ref.checkpoint_id is not None:
-            return self._unlocked(lambda journal: self._read_explicit(journal, config, ref))
+            if RUN_MARKER not in config["configurable"]:
+                return self._unlocked(lambda journal: self._read_explicit(journal, config, ref))
+            # Locked, so that no admission deletes the checkpoint between the pin and the look.
+            return self._locked(
+                ref.thread_id, lambda journal: self._read_explicit(journal, config, ref)
+            )
         found = self._parts.inner.get_tuple(config)
         if found is None or not self._admits_at_read(config, found):
             return self._noted(found)
@@ -227,7 +232,13 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         ref = Ref.of(config)
         if ref.checkpoint_id is not None:
-            return await self._aunlocked(lambda journal: self._read_explicit(journal, config, ref))
+            if RUN_MARKER not in config["configurable"]:
+                return await self._aunlocked(
+                    lambda journal: self._read_explicit(journal, config, ref)
+                )
+            return await self._alocked(
+                ref.thread_id, lambda journal: self._read_explicit(journal, config, ref)
+            )
         found = await self._parts.inner.aget_tuple(config)
         if found is None or not self._admits_at_read(config, found):
             return self._noted(found)
@@ -448,11 +459,13 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         ``ttl`` is for how long; ``None`` for ever; by default the registry's. Raises
         ``CheckpointNotFoundError`` if it is not stored, ``ValueError`` if ``ttl`` is not positive.
         """
-        return run(self._pin(config, ttl))
+        return self._locked(Ref.of(config).thread_id, lambda _journal: self._pin(config, ttl))
 
     async def apin(self, config: RunnableConfig, *, ttl: timedelta | None = _UNSET) -> Pin:
         """Do what ``pin`` does."""
-        return await arun(self._pin(config, ttl))
+        return await self._alocked(
+            Ref.of(config).thread_id, lambda _journal: self._pin(config, ttl)
+        )
 
     def _pin(self, config: RunnableConfig, ttl: timedelta | None) -> Steps[Pin]:
         return interception.pin(self._parts, config, self._parts.pins.ttl if ttl is _UNSET else ttl)
