@@ -121,7 +121,8 @@ class MemoryBackend(MemoryThreads):
             entry = self._entries(target).get(_id(target))
             if entry is None:
                 return False
-            self._fold(target, entry, leaf_id, metadata)
+            folded = self._folded(target, entry, leaf_id, metadata)
+            self._entries(target)[_id(target)] = folded
             return True
 
     async def afold(self, target: Ref, leaf_id: str | None, metadata: Mapping[str, Any]) -> bool:
@@ -149,15 +150,21 @@ class MemoryBackend(MemoryThreads):
             if refused:
                 return refused
             entries = self._entries(ref)
-            entry = entries.pop(leaf.checkpoint_id)
-            refused = self._refusal_after(ref, only_head, writes)
+            entry, onto_entry = entries[leaf.checkpoint_id], entries[parent.checkpoint_id]
+            # Everything that may fail comes before anything changes.
+            folded = self._folded(onto, onto_entry, leaf.checkpoint_id, self._metadata(entry))
+            del entries[leaf.checkpoint_id]
+            refused = "superseded"
+            try:
+                refused = self._refusal_after(ref, only_head, writes)
+            finally:
+                if refused:
+                    entries[leaf.checkpoint_id] = entry
             if refused:
-                entries[leaf.checkpoint_id] = entry
                 return refused
             if writes:
                 self._move_writes(ref, onto, moved)
-            metadata = self._metadata(entry)
-            self._fold(onto, entries[parent.checkpoint_id], leaf.checkpoint_id, metadata)
+            entries[parent.checkpoint_id] = folded
             return "reclaimed"
 
     async def areclaim(
@@ -252,17 +259,12 @@ class MemoryBackend(MemoryThreads):
             return "superseded"
         return "has_writes" if dict(self._writes(ref)) != movable else None
 
-    def _fold(
+    def _folded(
         self, onto: Ref, entry: Entry, leaf_id: str | None, metadata: Mapping[str, Any]
-    ) -> None:
+    ) -> Entry:
         checkpoint, _, parent_id = entry
-        serde = self._saver.serde
         folded = folded_into(self._metadata(entry), _id(onto), metadata, leaf_id)
-        self._entries(onto)[_id(onto)] = (
-            checkpoint,
-            serde.dumps_typed(folded),
-            parent_id,
-        )
+        return checkpoint, self._saver.serde.dumps_typed(folded), parent_id
 
     def _move_writes(self, ref: Ref, onto: Ref, task_ids: Mapping[str, str]) -> int:
         """Move writes as ``put_writes`` would have stored them: an ordinary one never replaces."""
