@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from retaining_saver.entries import BRANCH, INTERRUPT, NULL_TASK_ID, SENDS
 from retaining_saver.lineage import lineage, turns
