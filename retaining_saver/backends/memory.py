@@ -153,7 +153,7 @@ class MemoryBackend(MemoryThreads):
             entry, onto_entry = entries[leaf.checkpoint_id], entries[parent.checkpoint_id]
             # Everything that may fail comes before anything changes.
             folded = self._folded(onto, onto_entry, leaf.checkpoint_id, self._metadata(entry))
-            del entries[leaf.checkpoint_id]
+            entries.pop(leaf.checkpoint_id)
             refused = "superseded"
             try:
                 refused = self._refusal_after(ref, only_head, writes)
