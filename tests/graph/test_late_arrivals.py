@@ -96,6 +96,13 @@ class Worker:
         history = await self.face(ours.run_history, ours.arun_history, named(thread_id))
         return history.durations
 
+    def count(self, name: str) -> list[str]:
+        """Return a list that names a method of the bare saver as soon as it was called."""
+
+        async def nothing() -> None: ...
+
+        return interject(self.bare, name, "before", lambda: None, nothing)
+
     def meanwhile(self, target: Any, name: str, when: When, thread_id: str) -> list[str]:
         """Let this worker admit, once, right before or after an effect of another one."""
         config = named(thread_id)
@@ -153,8 +160,10 @@ async def test_a_leaf_on_an_older_checkpoint_is_folded_into_it(kind: str, where:
     async with _desk(kind, where) as desk:
         await desk.a.run(graphs.chat_graph(desk.a.ours), graphs.say("b"), desk.thread_id)
         head = await desk.a.head(desk.thread_id)
+        puts = desk.a.count("put")
         returned, _ = await desk.a.leaf(desk.thread_id, "late", at=desk.parent.config)
         assert desk.parent.checkpoint["id"] == returned
+        assert [] == puts
         rows = await desk.a.rows(desk.thread_id)
         assert [] == metadata_only(rows)
         assert head.checkpoint["id"] == root(rows)[-1].checkpoint["id"]
@@ -165,8 +174,11 @@ async def test_a_leaf_on_an_older_checkpoint_is_folded_into_it(kind: str, where:
 async def test_a_leaf_on_a_checkpoint_that_asks_is_folded_into_it(kind: str, where: Where) -> None:
     async with _desk(kind, where) as desk:
         await desk.a.asks(desk.parent)
+        puts = desk.a.count("put")
         returned, _ = await desk.a.leaf(desk.thread_id, "late")
         assert desk.parent.checkpoint["id"] == returned
+        # It is never written: a leaf that is taken back hid the question for a while.
+        assert [] == puts
         head = await desk.a.head(desk.thread_id)
         assert [(TASK, "__interrupt__", "which?")] == head.pending_writes
         assert {"late": 7} == await desk.a.durations(desk.thread_id)
