@@ -134,7 +134,12 @@ def test_the_input_task_id_is_derived_from_this_name() -> None:
 
 
 @pytest.mark.parametrize("task_id", [TASK, NULL_TASK_ID])
-@pytest.mark.parametrize("step", [0, 7, 123_456])
+@pytest.mark.parametrize("step", [0, 7, 99_999])
 def test_the_delta_writes_of_exiting_runs_have_ids_of_these_shapes(step: int, task_id: str) -> None:
     for made in (exit_delta_task_id(step, task_id), exit_delta_late_task_id(step, task_id)):
         assert made == moved_task_id(made, TASK, TASK, Movable(exits=True))
+
+
+def test_a_step_that_no_thread_reaches_keeps_its_writes_where_they_are() -> None:
+    made = exit_delta_task_id(100_000, TASK)
+    assert moved_task_id(made, TASK, TASK, Movable(exits=True)) is None
