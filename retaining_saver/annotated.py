@@ -54,7 +54,7 @@ def _going(
         heirs = list(_heirs(ns, i, going))
         if heirs and all(heir in choice.drop for heir in heirs):
             going.add(i)
-    leading = _leading_to(ns, choice.keep) if with_rows else set[str]()
+    leading = ns.leading_to(choice.keep) if with_rows else set[str]()
 
     def lasting_heirs(i: str) -> list[str]:
         return [h for h in _heirs(ns, i, going) if h in leading or h in ns.annotations]
@@ -93,15 +93,3 @@ def _first_not_in(ns: Namespace, i: str, going: Collection[str]) -> str | None:
     while parent is not None and parent in going:
         parent = ns.rows[parent].parent_id
     return parent
-
-
-def _leading_to(ns: Namespace, kept: Collection[str]) -> set[str]:
-    """Find what is kept or has something kept below it."""
-    leading: set[str] = set()
-    for i in reversed(ns.order):
-        parent = ns.rows[i].parent_id
-        if i in kept:
-            leading.add(i)
-        if i in leading and parent is not None:
-            leading.add(parent)
-    return leading

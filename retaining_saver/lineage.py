@@ -8,7 +8,7 @@ tips and branches consist of these, and the tree of real checkpoints steps over 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
@@ -67,6 +67,17 @@ class Namespace:
         while checkpoint_id is not None:
             yield checkpoint_id
             checkpoint_id = self.base[checkpoint_id]
+
+    def leading_to(self, kept: Collection[str]) -> set[str]:
+        """Find what is kept or has something kept below it."""
+        leading: set[str] = set()
+        for i in reversed(self.order):
+            parent = self.rows[i].parent_id
+            if i in kept:
+                leading.add(i)
+            if i in leading and parent is not None:
+                leading.add(parent)
+        return leading
 
     def begun(self, checkpoint_id: str) -> bool:
         """Tell whether something was begun from a checkpoint, or is about to run from it.

@@ -229,8 +229,10 @@ def _rollbacks(lin: Lineage, selection: Selection) -> Iterator[Rollback]:
     opened: set[Key] = set()
     for name in sorted(lin.namespaces, reverse=True):  # What is enclosed before what encloses.
         ns, keep = lin.namespaces[name], selection.choices[name].keep
+        leading = ns.leading_to({i for i in keep if i in ns.children})
         for i in ns.order:
-            if i not in keep or not _is_tip(ns, keep, i):
+            # A child that goes may leave its own children to this one.
+            if i not in keep or any(child in leading for child in _below(ns, i)):
                 continue
             loses, row = bool(_below(ns, i)), ns.rows[i]
             if loses:
@@ -244,10 +246,6 @@ def _below(ns: Namespace, i: str) -> list[str]:
     if i in ns.annotations:
         return [child for child in ns.direct[i] if child in ns.children]
     return ns.children[i]
-
-
-def _is_tip(ns: Namespace, keep: dict[str, str], i: str) -> bool:
-    return i not in ns.carriers and not any(child in keep for child in _below(ns, i))
 
 
 def _rollback(ns: Namespace, i: str) -> Rollback:

@@ -559,6 +559,11 @@ def test_a_checkpoint_with_another_child_is_not_opened() -> None:
     tree.step(asked, run_id="two")
     tree.step(asked, run_id="three")
     assert () == plan_without_runs(tree.thread(), ["two"], [], tree.now).rollback
+    tree = Tree()
+    asked = tree.turn(run_id="one")
+    tree.wrote(asked, "messages")
+    tree.step(tree.step(asked, run_id="two"), run_id="three")
+    assert () == plan_without_runs(tree.thread(), ["two"], [], tree.now).rollback
 
 
 def test_a_question_inside_a_subgraph_is_opened_in_every_namespace_that_shows_it() -> None:
