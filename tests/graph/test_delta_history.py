@@ -691,7 +691,8 @@ def test_a_run_that_starts_under_a_leaf_purges_nothing(thread_id: str) -> None:
     saver = Wrapped()
     saver.reader = reader = Reader(saver, MemoryHistoryCache())
     for turn in range(3):
-        say(saver, thread_id, turn)
+        # Stores the turn's writes on the checkpoint that it starts from, which the leaf was on.
+        say(saver, thread_id, turn, durability="exit")
         parent = head_of(saver, thread_id)
         reader.read(parent.config)
         _, leaf_id = put_leaf(saver, thread_id, run_id=f"run-{turn}")
