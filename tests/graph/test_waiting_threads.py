@@ -22,6 +22,8 @@ from tests.support.threads import (
     ids,
     metadata_only,
     named,
+    parent_id,
+    root,
     stored,
     story,
 )
@@ -230,4 +232,24 @@ async def test_threads_that_went_on_reclaim_as_ever(kind: str, where: Where) -> 
         await wrapped.start()
         rows = await wrapped.rows(saver)
     assert [] == metadata_only(rows)
+    assert [] == dangling(rows)
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+@pytest.mark.parametrize("kind", ["memory", "asqlite", "pg"])
+async def test_at_put_a_leaf_that_tasks_ran_from_stays(
+    kind: str, durability: str, where: Where
+) -> None:
+    # Ids of tasks and namespaces of subgraphs were made of its id. It becomes a link.
+    face = face_of(kind)
+    async with open_saver(kind, where) as saver:
+        ours = RetainingSaver(saver, admission="put")
+        wrapped = Thread(face, ours, WAITS[2], "full", durability)
+        await wrapped.start()
+        await wrapped.record(saver, "one")
+        leaf_id = root(await wrapped.rows(saver))[-1].checkpoint["id"]
+        await wrapped.go_on()
+        rows = await wrapped.rows(saver)
+    assert [leaf_id] == metadata_only(rows)
+    assert leaf_id in [parent_id(row) for row in rows]
     assert [] == dangling(rows)
