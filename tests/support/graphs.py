@@ -54,6 +54,11 @@ class DeltaLog(TypedDict):
     log: Annotated[list[str], DeltaChannel(extend, snapshot_frequency=SNAPSHOT_FREQUENCY)]
 
 
+class TwoDeltas(TypedDict):
+    log: Annotated[list[str], DeltaChannel(extend, snapshot_frequency=SNAPSHOT_FREQUENCY)]
+    notes: Annotated[list[str], DeltaChannel(extend, snapshot_frequency=3)]
+
+
 _CHATS: dict[Mode, type[Any]] = {"full": FullChat, "delta": DeltaChat}
 _LOGS: dict[Mode, type[Any]] = {"full": FullLog, "delta": DeltaLog}
 
@@ -133,6 +138,25 @@ def failing_graph(
     builder.add_edge(START, "works")
     builder.add_edge("works", "fails")
     return builder.compile(checkpointer=saver, **options)
+
+
+def two_delta_graph(saver: Any, **options: Any) -> Any:
+    """Build two parallel nodes and one after them, over two delta channels.
+
+    Their snapshots are taken at different times. The parallel nodes write into both channels, so
+    that the order of their writes shows.
+    """
+    builder = StateGraph(TwoDeltas)
+    for name in ("left", "right", "last"):
+        builder.add_node(name, _noting(name))
+    builder.add_edge(START, "left")
+    builder.add_edge(START, "right")
+    builder.add_edge(["left", "right"], "last")
+    return builder.compile(checkpointer=saver, **options)
+
+
+def _noting(name: str) -> Any:
+    return lambda state: {"log": [f"{name}-{len(state['log'])}"], "notes": [name]}
 
 
 def _appending(name: str, append: Callable[[], list[str]], ran: list[str] | None) -> Any:
