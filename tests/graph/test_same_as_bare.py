@@ -69,8 +69,10 @@ class Thread:
         self.words = Words()
         self.seen: list[str] = []
 
-    async def turn(self, number: int, durability: str, *, with_parents: bool = True) -> None:
-        given = graphs.say(f"turn {number}")
+    async def turn(
+        self, number: int, durability: str, *, given: Any = None, with_parents: bool = True
+    ) -> None:
+        given = given or graphs.say(f"turn {number}")
         config = named(self.thread_id)
         events = await _events(self.face, self.graph, given, config, durability=durability)
         if not with_parents:
@@ -152,3 +154,37 @@ async def test_a_leaf_on_the_bare_saver_stays_and_becomes_a_link(kind: str, wher
     leaves = metadata_only(found)
     assert 2 == len(leaves)
     assert leaves[0] in [parent_id(row) for row in found]
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "raw": (graphs.raw_pregel, ["u"]),
+    "full subgraphs": (lambda on: graphs.subgraph_graph(on, "full", ask=False), {"log": ["u"]}),
+    "delta subgraphs": (lambda on: graphs.subgraph_graph(on, "delta", ask=False), {"log": ["u"]}),
+}
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+@pytest.mark.parametrize("graph", OTHERS)
+@pytest.mark.parametrize("kind", ["memory", "asqlite", "pg"])
+async def test_turns_of_other_graphs_equal_those_without_leaves(
+    kind: str, graph: str, durability: str, where: Where
+) -> None:
+    face = face_of(kind)
+    build, given = OTHERS[graph]
+    async with open_saver(kind, where) as saver:
+        ours = RetainingSaver(saver)
+        bare = Thread(face, build(saver), saver)
+        wrapped = Thread(face, build(ours), ours)
+        for number in range(1, TURNS + 1):
+            await bare.turn(number, durability, given=given)
+            await wrapped.turn(number, durability, given=given)
+            assert bare.seen == wrapped.seen
+            await wrapped.leaf(number)
+        expected = await stored(face, saver, bare.thread_id)
+        found = await stored(face, saver, wrapped.thread_id)
+        history = await face(ours.run_history, ours.arun_history, named(wrapped.thread_id))
+    leaves = metadata_only(found)
+    assert 1 == len(leaves)
+    assert [] == dangling(found)
+    assert story(expected) == story(found, but=leaves)
+    assert {f"run {number}": number for number in range(1, TURNS + 1)} == history.durations

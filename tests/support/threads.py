@@ -38,7 +38,7 @@ def face_of(kind: str) -> Face:
 
 
 async def stored(face: Face, saver: Saver, thread_id: str) -> list[CheckpointTuple]:
-    """List every checkpoint of a thread in every namespace, oldest first."""
+    """List every checkpoint of a thread, by the names of its namespaces and oldest first."""
 
     def blocking() -> list[CheckpointTuple]:
         return list(saver.list(named(thread_id)))
@@ -46,7 +46,9 @@ async def stored(face: Face, saver: Saver, thread_id: str) -> list[CheckpointTup
     async def awaitable() -> list[CheckpointTuple]:
         return [found async for found in saver.alist(named(thread_id))]
 
-    return sorted(await face(blocking, awaitable), key=_key)
+    # What follows the colon in the namespace of a subgraph's call differs from run to run.
+    found = await face(blocking, awaitable)
+    return sorted(found, key=lambda row: (_key(row)[0].partition(":")[0], _key(row)[1]))
 
 
 def _key(found: CheckpointTuple) -> tuple[str, str]:
