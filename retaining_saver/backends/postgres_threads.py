@@ -8,7 +8,7 @@ their key, and `LIMIT 1` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
 from json import JSONDecoder
@@ -38,6 +38,7 @@ from retaining_saver.planned import RetentionPlan
 
 T = TypeVar("T")
 Key = tuple[str, str]  # checkpoint_ns, checkpoint_id
+Versions = dict[str, dict[str, set[str]]]  # By namespace and channel.
 Matches = Callable[[Mapping[str, Any]], bool]
 HoldsTasks = Callable[["str | None", "bytes | None"], bool]
 
@@ -58,6 +59,15 @@ _SENDS = """
 SELECT checkpoint_ns, version, type, CASE WHEN octet_length(blob) <= %(small)s THEN blob END
 FROM checkpoint_blobs
 WHERE thread_id = %(thread)s AND type <> 'empty' AND channel = %(sends)s
+"""
+
+# A later checkpoint of the same version reads the snapshot without naming it.
+_SNAPSHOTS = """
+SELECT DISTINCT c.checkpoint_ns, i.key, c.checkpoint -> 'channel_versions' ->> i.key
+FROM checkpoints AS c CROSS JOIN LATERAL jsonb_each(
+    NULLIF(c.checkpoint -> 'channel_values', 'null')
+) AS i
+WHERE c.thread_id = %(thread)s AND i.value = 'true'
 """
 
 _WRITES = """
@@ -160,6 +170,7 @@ def _stored(thread_id: str, matches: Matches, holds_tasks: HoldsTasks) -> Statem
     yield from streamed(_WRITES, thread.parameters, thread.take_writes)
     yield from streamed(_BLOBS, thread.parameters, thread.take_blobs)
     yield from streamed(_SENDS, thread.parameters, thread.take_sends)
+    yield from streamed(_SNAPSHOTS, thread.parameters, thread.take_snapshots)
     yield from streamed(_CHECKPOINTS, thread.parameters, thread.take_checkpoints)
     return thread.complete()
 
@@ -181,7 +192,8 @@ class _Thread:
         self._holds_tasks = holds_tasks
         self._writes: dict[Key, Writes] = {}
         self._written: set[Key] = set()
-        self._blobs: dict[str, dict[str, set[str]]] = {}  # Versions by namespace and channel.
+        self._blobs: Versions = {}
+        self._snapshots: Versions = {}
 
     def take_writes(self, rows: Rows) -> None:
         known: dict[tuple[Any, ...], Writes] = {}
@@ -194,15 +206,16 @@ class _Thread:
 
     def take_blobs(self, rows: Rows) -> None:
         for ns, channel, version in rows:
-            self._add_blob(ns, channel, version)
+            _add(self._blobs, ns, channel, version)
 
     def take_sends(self, rows: Rows) -> None:
         for ns, version, type_, blob in rows:
             if self._holds_tasks(type_, blob):
-                self._add_blob(ns, SENDS, version)
+                _add(self._blobs, ns, SENDS, version)
 
-    def _add_blob(self, ns: str, channel: str, version: str) -> None:
-        self._blobs.setdefault(ns, {}).setdefault(channel, set()).add(version)
+    def take_snapshots(self, rows: Rows) -> None:
+        for ns, channel, version in rows:
+            _add(self._snapshots, ns, channel, version)
 
     def take_checkpoints(self, rows: Rows) -> None:
         for row in rows:
@@ -218,13 +231,9 @@ class _Thread:
         ns, checkpoint_id, parent_id, metadata, parent_metadata, v, ts, *texts = row
         versions = _decode(texts[0])
         inline = _decode(texts[1], _EXACT)
-        held = {
-            channel
-            for channel, stored in self._blobs.get(ns, {}).items()
-            if channel in versions and str(versions[channel]) in stored
-        }
+        held = _found(versions, self._blobs.get(ns, {}))
+        snapshots = held & _found(versions, self._snapshots.get(ns, {}))
         # What is inline under the same name is the mark of a snapshot, or a copy's doing.
-        snapshots = {channel for channel in held if inline.get(channel) is True}
         own = {channel: value for channel, value in inline.items() if channel not in held}
         key = (ns, checkpoint_id)
         self._written.add(key)
@@ -250,6 +259,15 @@ class _Thread:
         if int(v or 1) >= 4 or not parent_id:
             return ()
         return (SENDS,) if SENDS in self._writes.get((ns, parent_id), NO_WRITES).channels else ()
+
+
+def _add(found: Versions, ns: str, channel: str, version: str) -> None:
+    found.setdefault(ns, {}).setdefault(channel, set()).add(version)
+
+
+def _found(versions: Mapping[str, Any], among: Mapping[str, Collection[str]]) -> set[str]:
+    """Name the channels whose version is among those of the channel."""
+    return {c for c, known in among.items() if c in versions and str(versions[c]) in known}
 
 
 _PLAIN, _EXACT = JSONDecoder(), JSONDecoder(parse_float=Decimal)
