@@ -102,11 +102,12 @@ class MemoryThreads:
     ) -> Applied | None:
         with self._lock:
             rows = self._rows(thread.thread_id)
-            if not rows.is_still(thread):
+            # What could not be read is not among the planned: a broken thread is only measured.
+            if not (plan.refused or rows.is_still(thread)):
                 return None
             changed = self._rewritten(rows, plan)
             if not dry_run:
-                if not self._rows(thread.thread_id).is_still(thread):
+                if not (plan.refused or self._rows(thread.thread_id).is_still(thread)):
                     return None
                 self._store(thread.thread_id, rows, changed)
             return Applied(rows.stats(), changed.stats())

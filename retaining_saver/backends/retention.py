@@ -66,7 +66,8 @@ class RetentionBackend(Backend, Protocol):
         """Do what ``plan`` says, if the thread is still ``thread``; else return ``None``.
 
         - The thread is still the same if the same ids with the same parents and the same numbers
-          of rows in the writes table are stored; this is checked inside the transaction.
+          of rows in the writes table are stored; this is checked inside the transaction. A plan
+          with problems is not checked: it only measures.
         - Folds, new carriers with the writes and seeds they take over, moved writes, rollbacks and
           grafts come before deletions. Deletions go by id, with their rows in the writes table.
         - Blobs go that a deleted checkpoint referenced and no surviving one does.

@@ -320,9 +320,12 @@ async def test_writes_of_no_checkpoint_are_listed_apart(by_face: Stage) -> None:
 async def test_metadata_is_matched_as_the_saver_shows_it(by_face: Stage) -> None:
     await by_face.talk()
     shown: list[Mapping[str, Any]] = []
-    thread = await by_face.call(
-        "stored", by_face.thread_id, lambda m: bool(shown.append(m)) or m["source"] == "input"
-    )
+
+    def is_input(metadata: Mapping[str, Any]) -> bool:
+        shown.append(metadata)
+        return bool(metadata["source"] == "input")
+
+    thread = await by_face.call("stored", by_face.thread_id, is_input)
     listed = {_key(found)[1]: found.metadata for found in await by_face.listed()}
     assert sorted(map(repr, listed.values())) == sorted(map(repr, shown))
     sources = {c.checkpoint_id: c.matches for c in thread.checkpoints}

@@ -132,7 +132,7 @@ async def _updated(talk: Talk) -> None:
 
 
 _SAID = (graphs.say("and now"), graphs.say("and then"))
-_ANSWERED = (Command(resume="later"), {"log": ["more"]})
+_ANSWERED: tuple[Any, ...] = (Command(resume="later"), {"log": ["more"]})
 _LOGGED = ({"log": ["v"], "notes": ["m"]}, {"log": ["w"]})
 
 
