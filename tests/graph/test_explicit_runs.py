@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import CheckpointTuple
+from langgraph.checkpoint.base.id import uuid6
 from langgraph.graph import END
 from langgraph.types import Command
 
@@ -378,3 +379,29 @@ async def test_on_the_bare_saver_a_run_from_a_gone_id_loses_the_conversation(
         await desk.say("a")
         assert ["human-b"] == await desk.say("b", str(uuid.uuid4()))
         assert ["human-b", "human-c"] == await desk.say("c")
+
+
+@pytest.mark.parametrize("source", ["fork", "update"])
+@pytest.mark.parametrize("through", ["the wrapper", "the bare saver"])
+@each_backend
+async def test_a_copy_with_a_leafs_metadata_is_no_leaf(
+    kind: str, through: str, source: str, where: Where
+) -> None:
+    # Whoever put it was given its id. A fork may even record a run of its own.
+    async with _desk(kind, where) as desk:
+        await desk.say("a")
+        leaf = await desk.read(await desk.leaf())
+        metadata = {k: v for k, v in leaf.metadata.items() if k != "writes"}
+        metadata["source"] = source
+        if source == "fork":
+            metadata["run_durations"] = {"run-1": 7, "run-2": 7}
+        checkpoint = {**leaf.checkpoint, "id": str(uuid6())}
+        on: Saver = desk.ours if through == "the wrapper" else desk.saver
+        args: tuple[Any, ...] = (leaf.config, checkpoint, metadata, {})
+        put = await desk.face(on.put, on.aput, *args)
+        assert checkpoint["id"] == put["configurable"]["checkpoint_id"]
+        assert "no_leaf" == await desk.admit()
+        await desk.say("b")
+        rows = await desk.rows()
+        assert checkpoint["id"] in ids(rows)
+        assert [] == dangling(rows)

@@ -14,7 +14,14 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import CheckpointTuple
 from langgraph.checkpoint.base.id import uuid6
 
-from retaining_saver import DeleteFailed, Event, Refused, RetainingSaver
+from retaining_saver import (
+    DeleteFailed,
+    Event,
+    MemoryPins,
+    PinFailed,
+    Refused,
+    RetainingSaver,
+)
 from retaining_saver.backends import find_backend
 from retaining_saver.caches.memory import MemoryHistoryCache
 from tests.support import graphs
@@ -366,3 +373,19 @@ async def test_without_its_pins_nothing_is_reclaimed_and_runs_go_on(
         )
         assert 8 == len(done["messages"])
         assert named_id in ids(await desk.rows(thread_id))
+
+
+@each_backend
+async def test_an_id_given_to_admit_stays_even_if_it_could_not_be_pinned(
+    kind: str, where: Where
+) -> None:
+    pins = MemoryPins(max_pins=1)
+    async with _desk(kind, where, pins=pins) as desk:
+        thread_id = str(uuid.uuid4())
+        await desk.say("a", thread_id)
+        await desk.face(desk.ours.pin, desk.ours.apin, named(thread_id), ttl=None)
+        put = await desk.leaf(thread_id, "one")
+        done = await desk.face(desk.ours.admit, desk.ours.aadmit, put)
+        assert "pinned" == done.outcome
+        assert ["PinsFullError"] == [e.error_type for e in desk.events if isinstance(e, PinFailed)]
+        assert "reclaimed" == await desk.admit(thread_id)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from langgraph.checkpoint.base import CheckpointTuple
+from langgraph.checkpoint.base.id import uuid6
 from langgraph.types import Command
 
 from retaining_saver import RetainingSaver
@@ -253,3 +254,40 @@ async def test_at_put_a_leaf_that_tasks_ran_from_stays(
     assert [leaf_id] == metadata_only(rows)
     assert leaf_id in [parent_id(row) for row in rows]
     assert [] == dangling(rows)
+
+
+@pytest.mark.parametrize("through", ["the wrapper", "the bare saver"])
+@pytest.mark.parametrize("kind", ONE_PER_BACKEND)
+async def test_a_record_that_differs_in_what_nodes_saw_is_state(
+    kind: str, through: str, where: Where
+) -> None:
+    # It has its parent's versions, and answers the question by saying that it was seen.
+    face = face_of(kind)
+    async with open_saver(kind, where) as saver:
+        ours = RetainingSaver(saver)
+        wrapped = Thread(face, ours, WAITS[2], "full", "sync")
+        await wrapped.start()
+        head = root(await wrapped.rows(saver))[-1]
+        checkpoint = {
+            **head.checkpoint,
+            "id": str(uuid6()),
+            "versions_seen": {
+                **head.checkpoint["versions_seen"],
+                "search": {"branch:to:search": head.checkpoint["channel_versions"]["messages"]},
+            },
+        }
+        metadata: Any = {
+            **head.metadata,
+            "source": "update",
+            "run_durations": {"one": 7},
+            "writes": {"runtime_run_duration": {"run_id": "one", "duration": 7}},
+        }
+        on: Saver = ours if through == "the wrapper" else saver
+        args: tuple[Any, ...] = (head.config, checkpoint, metadata, {})
+        await face(on.put, on.aput, *args)
+        done = await face(ours.admit, ours.aadmit, named(wrapped.thread_id))
+        assert done.outcome in ("no_leaf", "versions_differ")
+        newest = root(await wrapped.rows(saver))[-1]
+    assert checkpoint["id"] == newest.checkpoint["id"]
+    assert checkpoint["versions_seen"] == newest.checkpoint["versions_seen"]
+    assert "retention" not in newest.metadata
