@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.conformance import checkpointer_test, validate
+from langgraph.checkpoint.conformance.capabilities import Capability
 from langgraph.checkpoint.conformance.report import CapabilityReport
 
 from retaining_saver import RetainingSaver
@@ -43,3 +44,11 @@ async def test_every_capability_of_the_bare_saver_passes_through(
     assert [] == _failures(wrapped)
     assert BASE <= _passed(bare)
     assert set() == _passed(bare) - _passed(wrapped)
+
+
+@pytest.mark.parametrize("kind", ["memory", "asqlite", "apg"])
+async def test_all_eight_capabilities_are_there_and_pass(kind: str, empty_where: Where) -> None:
+    report = await _report(kind, empty_where, {})
+    assert {c.value for c in Capability} == _passed(report)
+    assert 8 == len(_passed(report))
+    assert [] == _failures(report)
