@@ -1,0 +1,186 @@
+"""What a prune leaves: of full threads what the native one does; of delta threads as little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from langgraph.types import Command
+
+from tests.support import graphs
+from tests.support.histories import BY_NAME
+from tests.support.leaves import aput_leaf, put_leaf
+from tests.support.retained import (
+    Dump,
+    Retained,
+    is_carrier,
+    key_of,
+    open_retained,
+    said,
+    shown,
+    timeless,
+)
+from tests.support.savers import Where
+from tests.support.threads import dangling, face_of, named
+
+KINDS = ("memory", "sqlite", "pg")
+
+
+def _ids_and_keys(dump: Dump) -> dict[str, list[Any]]:
+    """Keep of a dump what a prune decides: ids, parents, keys; and each write in every column."""
+    return {
+        "checkpoints": sorted((row[1], row[2], row[3] or None) for row in dump["checkpoints"]),
+        "writes": sorted(repr(row[1:]) for row in dump["checkpoint_writes"]),
+        "blobs": sorted(repr(row[1:]) for row in dump["checkpoint_blobs"]),
+    }
+
+
+async def _native_prune(thread: Retained) -> None:
+    await face_of(thread.kind)(thread.bare.prune, thread.bare.aprune, [thread.thread_id])
+
+
+@pytest.mark.parametrize(
+    "name", ["turns-full", "exit-full", "forks-full", "questions-full", "subgraphs-full"]
+)
+@pytest.mark.parametrize("kind", ["pg", "apg"])
+async def test_a_full_thread_is_left_as_the_native_prune_leaves_it(
+    kind: str, name: str, where: Where, thread_id: str
+) -> None:
+    history = BY_NAME[name]
+    async with open_retained(kind, where, thread_id, history.graph) as thread:
+        await history.live(thread.on_bare)
+        before = thread.dump()
+        native = await thread.copied("native")
+        await _native_prune(native)
+        await thread.do("prune", [thread_id])
+        expected = _ids_and_keys(native.dump())
+        assert expected == _ids_and_keys(thread.dump())
+        assert len(expected["checkpoints"]) < len(before["checkpoints"])
+        assert {None} == {parent for _, _, parent in expected["checkpoints"]}
+
+
+@pytest.mark.parametrize("kind", ["pg", "apg"])
+async def test_waiting_subgraph_calls_are_left_as_the_native_prune_leaves_them(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    history = BY_NAME["calls-full"]
+    async with open_retained(kind, where, thread_id, history.graph) as thread:
+        await history.live(thread.on_bare)
+        native = await thread.copied("native")
+        await _native_prune(native)
+        await thread.do("prune", [thread_id])
+        expected = _ids_and_keys(native.dump())
+        assert expected == _ids_and_keys(thread.dump())
+        answered: Any = Command(resume="answer")
+        assert said(await native.on_bare.say(answered)) == said(await thread.on_ours.say(answered))
+        assert timeless(await native.on_bare.state()) == timeless(await thread.on_ours.state())
+
+
+@pytest.mark.parametrize("channels", ["one channel", "two channels"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_left_of_a_delta_thread_does_not_grow_with_its_history(
+    kind: str, channels: str, where: Where, thread_id: str
+) -> None:
+    one = channels == "one channel"
+    builder = _delta_chat if one else graphs.two_delta_graph
+    async with open_retained(kind, where, thread_id, builder) as thread:
+        left = {}
+        for turns in (10, 40):
+            each = thread.named(f"{thread_id}-{turns}")
+            for n in range(turns):
+                given: Any = graphs.say(f"{n}") if one else {"log": [f"{n}"], "notes": []}
+                await each.on_bare.say(given)
+            before = shown(await each.on_bare.state())
+            await each.do("prune", [each.thread_id])
+            assert before == shown(await each.on_bare.state())
+            assert before == shown(await each.on_ours.state())
+            left[turns] = len(each.dump()["checkpoints"])
+            assert (set(), set()) == await each.orphans()
+        assert left[10] == left[40] <= 2
+
+
+def _delta_chat(saver: Any) -> Any:
+    return graphs.chat_graph(saver, "delta")
+
+
+@pytest.mark.parametrize("mode", graphs.MODES)
+@pytest.mark.parametrize("build", ["asking", "subgraphs"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_under_a_leaf_the_waiting_head_survives_with_its_question(
+    kind: str, build: str, mode: graphs.Mode, where: Where, thread_id: str
+) -> None:
+    """The leaf was put by a writer that did not know it would hide a question."""
+
+    def builder(saver: Any) -> Any:
+        if build == "asking":
+            return graphs.asking_graph(saver, mode)
+        return graphs.subgraph_graph(saver, mode)
+
+    async with open_retained(kind, where, thread_id, builder) as thread:
+        for n in range(2):
+            await thread.on_bare.say({"log": [f"u{n}"]})
+            await thread.on_bare.say(Command(resume=f"a{n}"))
+        await thread.on_bare.say({"log": ["u"]})
+        twin = await thread.copied("twin")
+        before, asked = await thread.seen(thread.bare), await thread.on_bare.state()
+        head = max(i for ns, i in before if not ns)
+        face = face_of(kind)
+        _, leaf = await face(put_leaf, aput_leaf, thread.bare, thread_id, run_id="one")
+        assert () == (await thread.on_bare.state()).interrupts
+        await thread.do("prune", [thread_id])
+        rows = await thread.rows()
+        ids = _real_ids(rows)
+        assert [head] == ids
+        assert leaf not in ids
+        assert before["", head].pending == (await thread.seen(thread.bare))["", head].pending
+        assert shown(asked) == shown(await thread.on_ours.state())
+        assert 1 == len(asked.interrupts)
+        assert {"one": 7} == (await thread.do("run_history", named(thread_id))).durations
+        answered: Any = Command(resume="answer")
+        assert said(await twin.on_bare.say(answered)) == said(await thread.on_ours.say(answered))
+        assert timeless(await twin.on_bare.state()) == timeless(await thread.on_ours.state())
+
+
+def _real_ids(rows: Iterable[Any]) -> list[str]:
+    return [key_of(f)[1] for f in rows if not key_of(f)[0] and not is_carrier(f)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_broken_thread_is_left_alone_and_the_others_of_the_batch_go_on(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    events: list[Any] = []
+    builder = _delta_chat
+    async with open_retained(kind, where, thread_id, builder, hooks=[events.append]) as thread:
+        for n in range(2):
+            await thread.on_bare.say(graphs.say(f"{n}"))
+        broken, whole = await thread.copied("broken"), await thread.copied("whole")
+        middle = sorted(i for i in _real_ids(await broken.rows()))[3]
+        broken.set_parent(middle, "00000000-0000-6000-8000-000000000000")
+        left = broken.dump()
+        await thread.do("prune", [broken.thread_id, "there is none", whole.thread_id])
+        assert left == broken.dump()
+        assert [middle] == dangling(await broken.rows())
+        assert 1 == len(_real_ids(await whole.rows()))
+        said_of = [(type(e).__name__, e.thread_id, getattr(e, "outcome", None)) for e in events]
+        assert ("Refused", broken.thread_id, "broken") in said_of
+        assert ("ThreadRetained", whole.thread_id, None) in said_of
+        report = await broken.enforce()
+        assert report.problems
+        assert report.before == report.after
+        assert left == broken.dump()
+
+
+@pytest.mark.parametrize("strategy", ["delete", "delete_all"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_pruning_by_deletion_leaves_nothing_of_the_named_threads(
+    kind: str, strategy: str, where: Where, thread_id: str
+) -> None:
+    async with open_retained(kind, where, thread_id, _delta_chat) as thread:
+        await thread.on_ours.say(graphs.say("one"))
+        other = await thread.copied("other")
+        kept = other.dump()
+        await thread.do("prune", [thread_id], strategy=strategy)
+        assert [] == [row for rows in thread.dump().values() for row in rows]
+        assert kept == other.dump()
