@@ -6,12 +6,13 @@ thread's history is: no listing, no statistics, no scan of blobs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from retaining_saver import leaves
 from retaining_saver._steps import Steps, call
 from retaining_saver.backends.base import NOTHING_MOVES, Backend, Movable, Row
+from retaining_saver.delta_history import Spared, purge_sparing, put_back
 from retaining_saver.events import (
     CacheFailed,
     DeleteFailed,
@@ -127,14 +128,14 @@ def reclaim(
     """
     backend = parts.storage
     ref = Ref(thread_id, ROOT_NS, leaf.checkpoint_id)
-    parent: Row | None = None
-    if leaf.parent_id is not None:
-        parent = yield from call(backend.row, backend.arow, ref.at(leaf.parent_id))
+    leaf, parent = yield from _with_parent(parts, backend, journal, ref, leaf)
     outcome: Outcome | None = leaves.refusal(leaf, parent)
     if outcome is None:
         outcome = yield from _pins_and_writes(parts, backend, ref, terms)
-    if outcome is None:
-        outcome = yield from purge(parts, journal, thread_id)
+    spared: Spared | None = None
+    if outcome is None and parent is not None:
+        spared = yield from _purge_for(parts, journal, ref.at(parent.checkpoint_id))
+        outcome = "cache_failed" if spared is None else None
     if outcome is None and parent is not None:
         outcome = yield from call(
             backend.reclaim,
@@ -152,10 +153,28 @@ def reclaim(
         parts.known.reclaimed(thread_id, leaf.checkpoint_id, parent.checkpoint_id)
         journal.note(Folded, ref, parent_id=parent.checkpoint_id)
         journal.note(Reclaimed, ref, parent_id=parent.checkpoint_id)
-        yield from rescue(backend, journal, ref, parent.checkpoint_id)
+        moved = yield from rescue(backend, journal, ref, parent.checkpoint_id)
+        yield from _after_purge(parts, journal, ref.at(parent.checkpoint_id), spared, moved)
     elif outcome != "no_leaf":
         journal.note(Refused, ref, outcome=outcome)
     return Reclaim(outcome, parent)
+
+
+def _with_parent(
+    parts: Parts, backend: Backend, journal: Journal, ref: Ref, leaf: Row
+) -> Steps[tuple[Row, Row | None]]:
+    """Read the parent of ``leaf``; re-address a leaf whose parent was itself reclaimed."""
+    if leaf.parent_id is None:
+        return leaf, None
+    parent = yield from call(backend.row, backend.arow, ref.at(leaf.parent_id))
+    if parent is not None:
+        return leaf, parent
+    holder = yield from heir(parts, backend, ref.at(leaf.parent_id))
+    if holder is None:
+        return leaf, None
+    yield from rescue(backend, journal, ref.at(leaf.parent_id), holder)
+    parent = yield from call(backend.row, backend.arow, ref.at(holder))
+    return replace(leaf, parent_id=holder), parent
 
 
 def _pins_and_writes(
@@ -186,12 +205,35 @@ def purge(parts: Parts, journal: Journal, thread_id: str) -> Steps[Literal["cach
     return "cache_failed" if attempt.failed else None
 
 
-def rescue(backend: Backend, journal: Journal, leaf: Ref, parent_id: str) -> Steps[None]:
-    """Move what was written for a leaf that is gone to the checkpoint that holds its state."""
+def _purge_for(parts: Parts, journal: Journal, parent: Ref) -> Steps[Spared | None]:
+    """Invalidate what a leaf's reclaiming on ``parent`` may change; ``None`` if that failed."""
+    if parts.cache is None:
+        return Spared({}, None)
+    spared: Spared | None = None
+    with reported(journal, CacheFailed, Ref(parent.thread_id)):
+        spared = yield from purge_sparing(parts.cache, parent)
+        journal.note(Invalidated, Ref(parent.thread_id))
+    return spared
+
+
+def _after_purge(
+    parts: Parts, journal: Journal, parent: Ref, spared: Spared | None, moved: int
+) -> Steps[None]:
+    """Put back the histories that were not touched; with rows moved, every one may be."""
+    if moved:
+        yield from purge(parts, journal, parent.thread_id)
+    elif parts.cache is not None and spared is not None:
+        yield from put_back(parts.cache, parent, spared)
+
+
+def rescue(backend: Backend, journal: Journal, leaf: Ref, parent_id: str) -> Steps[int]:
+    """Move what was written for a leaf that is gone to its heir; return how many rows moved."""
+    moved = 0
     with reported(journal, DeleteFailed, leaf):
         moved = yield from call(backend.rescue, backend.arescue, leaf, parent_id)
         if moved:
             journal.note(Readdressed, leaf, parent_id=parent_id, count=moved)
+    return moved
 
 
 def heir(parts: Parts, backend: Backend, ref: Ref) -> Steps[str | None]:

@@ -80,11 +80,11 @@ class Put:
 
 def note_leaf(parts: Parts, found: CheckpointTuple) -> bool:
     """Tell whether ``found`` claims to be a leaf, and remember its ids if so."""
-    ref = Ref.of(found.config)
     checkpoint_id = found.checkpoint["id"]
-    if parts.backend is None or ref.checkpoint_ns != ROOT_NS or found.parent_config is None:
+    if parts.backend is None or leaves.claim(checkpoint_id, found.metadata) is None:
         return False
-    if leaves.claim(checkpoint_id, found.metadata) is None:
+    ref = Ref.of(found.config)
+    if ref.checkpoint_ns != ROOT_NS or found.parent_config is None:
         return False
     parent_id = found.parent_config["configurable"]["checkpoint_id"]
     version = found.checkpoint["channel_versions"].get("__start__")
@@ -92,16 +92,15 @@ def note_leaf(parts: Parts, found: CheckpointTuple) -> bool:
     return True
 
 
-def needs_admission(parts: Parts, found: CheckpointTuple) -> bool:
+def needs_admission(parts: Parts, thread_id: str, found: CheckpointTuple) -> bool:
     """Tell whether a run that just read ``found`` as its head should clean up first."""
     if note_leaf(parts, found):
         return True
-    parent = found.parent_config
-    if parent is None:
+    if found.parent_config is None or not parts.known.knows(thread_id):
         return False
-    ref = Ref.of(parent)
-    return ref.checkpoint_id is not None and (
-        parts.known.parent_of(ref.thread_id, ref.id) is not None
+    parent = Ref.of(found.parent_config)
+    return parent.checkpoint_id is not None and (
+        parts.known.parent_of(thread_id, parent.id) is not None
     )
 
 
@@ -168,11 +167,8 @@ def missing(parts: Parts, ref: Ref, by_run: bool) -> Steps[None]:
         )
 
 
-def route_put(parts: Parts, put: Put) -> PutRoute:
-    """Decide what a put involves; issues no statement."""
-    ref = Ref.of(put.config)
-    if parts.backend is None or ref.checkpoint_ns != ROOT_NS or ref.checkpoint_id is None:
-        return "plain"
+def route_put(parts: Parts, ref: Ref, put: Put) -> PutRoute:
+    """Decide what a put under ``ref``, in the root namespace, involves; issues no statement."""
     if not put.new_versions and put.checkpoint["id"] != ref.checkpoint_id and put.kind:
         return "annotation"
     if parts.known.leaf(ref.thread_id, ref.id) is not None:
@@ -184,10 +180,21 @@ def route_put(parts: Parts, put: Put) -> PutRoute:
     return "plain"
 
 
-def put_steps(parts: Parts, put: Put) -> Callable[[Journal], Steps[RunnableConfig]] | None:
+def put_steps(
+    parts: Parts,
+    config: RunnableConfig,
+    checkpoint: Checkpoint,
+    metadata: CheckpointMetadata,
+    new_versions: ChannelVersions,
+) -> Callable[[Journal], Steps[RunnableConfig]] | None:
     """Return the operation that a put is where a leaf is involved, else ``None``."""
-    put = put.classified(parts)
-    route = route_put(parts, put)
+    ref = Ref.of(config)
+    if parts.backend is None or ref.checkpoint_ns != ROOT_NS or ref.checkpoint_id is None:
+        return None
+    if new_versions and not parts.known.knows(ref.thread_id):
+        return None
+    put = Put(config, checkpoint, metadata, new_versions).classified(parts)
+    route = route_put(parts, ref, put)
     if route == "plain":
         return None
     operation = {
@@ -412,12 +419,11 @@ def _look_for_leaf(parts: Parts, backend: Backend, journal: Journal, leaf: Ref) 
     return False
 
 
-def route_writes(
-    parts: Parts, config: RunnableConfig, writes: Sequence[tuple[str, Any]]
-) -> WritesRoute:
+def route_writes(parts: Parts, ref: Ref, writes: Sequence[tuple[str, Any]]) -> WritesRoute:
     """Decide what a ``put_writes`` involves; issues no statement."""
-    ref = Ref.of(config)
     if parts.backend is None or ref.checkpoint_ns != ROOT_NS or ref.checkpoint_id is None:
+        return "plain"
+    if not parts.known.knows(ref.thread_id):
         return "plain"
     if parts.known.leaf(ref.thread_id, ref.id) is not None:
         return "onto_leaf"

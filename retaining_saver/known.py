@@ -24,6 +24,7 @@ class KnownLeaf:
 @dataclass(slots=True)
 class _Thread:
     live: dict[str, KnownLeaf] = field(default_factory=dict)
+    unmet: bool = False
     reclaimed: dict[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +60,20 @@ class KnownLeaves:
             thread = self._threads.setdefault(thread_id, _Thread())
             thread.reclaimed.pop(leaf_id, None)
             thread.live[leaf_id] = leaf
+            thread.unmet = True
             self._use(thread_id, leaf_id)
+
+    def knows(self, thread_id: str) -> bool:
+        """Tell whether anything is known of a thread; for most nothing is."""
+        return thread_id in self._threads
+
+    def meets(self, thread_id: str) -> bool:
+        """Tell whether a leaf was seen since the last time this was asked."""
+        thread = self._threads.get(thread_id)
+        if thread is None or not thread.unmet:
+            return False
+        thread.unmet = False
+        return bool(thread.live)
 
     def leaf(self, thread_id: str, checkpoint_id: str) -> KnownLeaf | None:
         """Return what is known of a live leaf."""

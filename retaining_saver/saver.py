@@ -38,10 +38,11 @@ from retaining_saver.annotations import RunHistory, annotate, run_entries, run_h
 from retaining_saver.backends import find_backend, refusal
 from retaining_saver.backends.base import Backend
 from retaining_saver.caches import HistoryCache, MemoryHistoryCache
-from retaining_saver.delta_history import Readers, delta_history
+from retaining_saver.caches.readers import Readers
+from retaining_saver.delta_history import delta_history, writes_arrived
 from retaining_saver.errors import CheckpointNotFoundError
 from retaining_saver.events import Hook, emit, log_hook
-from retaining_saver.interception import Put, WritesRoute
+from retaining_saver.interception import WritesRoute
 from retaining_saver.known import KnownLeaves
 from retaining_saver.leaves import classify_duration
 from retaining_saver.listing import Listing, apaged, ashown, is_carrier, paged, shown
@@ -223,11 +224,16 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
             return self._locked(
                 ref.thread_id, lambda journal: self._read_explicit(journal, config, ref)
             )
+        admits = self._parts.admission == "auto" and is_root_run(config)
+        if admits and self._parts.known.meets(ref.thread_id):
+            self._locked(ref.thread_id, self._admission_of(config))
+            admits = False
         found = self._parts.inner.get_tuple(config)
-        if found is None or not self._admits_at_read(config, found):
-            return self._noted(found)
-        self._locked(ref.thread_id, self._admission_of(config))
-        return self._noted(self._parts.inner.get_tuple(config))
+        if self._noted(ref, found) and admits:
+            self._locked(ref.thread_id, self._admission_of(config))
+            found = self._parts.inner.get_tuple(config)
+            self._noted(ref, found)
+        return found
 
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         ref = Ref.of(config)
@@ -239,15 +245,16 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
             return await self._alocked(
                 ref.thread_id, lambda journal: self._read_explicit(journal, config, ref)
             )
+        admits = self._parts.admission == "auto" and is_root_run(config)
+        if admits and self._parts.known.meets(ref.thread_id):
+            await self._alocked(ref.thread_id, self._admission_of(config))
+            admits = False
         found = await self._parts.inner.aget_tuple(config)
-        if found is None or not self._admits_at_read(config, found):
-            return self._noted(found)
-        await self._alocked(ref.thread_id, self._admission_of(config))
-        return self._noted(await self._parts.inner.aget_tuple(config))
-
-    def _admits_at_read(self, config: RunnableConfig, found: CheckpointTuple) -> bool:
-        needed = interception.needs_admission(self._parts, found)
-        return needed and self._parts.admission == "auto" and is_root_run(config)
+        if self._noted(ref, found) and admits:
+            await self._alocked(ref.thread_id, self._admission_of(config))
+            found = await self._parts.inner.aget_tuple(config)
+            self._noted(ref, found)
+        return found
 
     def _admission_of(self, config: RunnableConfig) -> Callable[[Journal], Steps[Admission]]:
         ref = Ref.of(config)
@@ -255,11 +262,12 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         protected = frozenset(i for i in named if i is not None)
         return lambda journal: admissions.admit(self._parts, journal, ref.thread_id, protected)
 
-    def _noted(self, found: CheckpointTuple | None) -> CheckpointTuple | None:
-        if found is not None:
-            interception.note_leaf(self._parts, found)
-            self._readers.saw(found)
-        return found
+    def _noted(self, ref: Ref, found: CheckpointTuple | None) -> bool:
+        """Remember what matters of a checkpoint; tell whether a run should clean up under it."""
+        if found is None:
+            return False
+        self._readers.saw(found)
+        return interception.needs_admission(self._parts, ref.thread_id, found)
 
     def _read_explicit(
         self, journal: Journal, config: RunnableConfig, ref: Ref
@@ -275,7 +283,8 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
                 f"Checkpoint {ref.checkpoint_id} of thread {ref.thread_id} stands for checkpoints "
                 "that retention removed; it holds no state of its own. Name one of its children."
             )
-        return self._noted(found)
+        self._noted(ref, found)
+        return found
 
     def list(
         self,
@@ -353,10 +362,10 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         metadata: CheckpointMetadata,
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
-        put = Put(config, checkpoint, metadata, new_versions)
-        steps = self._put_steps(put)
+        arguments = (config, checkpoint, metadata, new_versions)
+        steps = interception.put_steps(self._parts, *arguments)
         if steps is None:
-            return self._parts.inner.put(config, checkpoint, metadata, new_versions)
+            return self._parts.inner.put(*arguments)
         return self._locked(Ref.of(config).thread_id, steps)
 
     async def aput(
@@ -366,14 +375,11 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         metadata: CheckpointMetadata,
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
-        put = Put(config, checkpoint, metadata, new_versions)
-        steps = self._put_steps(put)
+        arguments = (config, checkpoint, metadata, new_versions)
+        steps = interception.put_steps(self._parts, *arguments)
         if steps is None:
-            return await self._parts.inner.aput(config, checkpoint, metadata, new_versions)
+            return await self._parts.inner.aput(*arguments)
         return await self._alocked(Ref.of(config).thread_id, steps)
-
-    def _put_steps(self, put: Put) -> Callable[[Journal], Steps[RunnableConfig]] | None:
-        return interception.put_steps(self._parts, put)
 
     def put_writes(
         self,
@@ -382,12 +388,14 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         task_id: str,
         task_path: str = "",
     ) -> None:
-        args = self._writes_args(writes, task_id, task_path)
-        route = interception.route_writes(self._parts, config, writes)
-        if route == "plain":
-            return self._parts.inner.put_writes(config, *args)
-        steps = self._writes_steps(route, config, args)
-        return self._locked(Ref.of(config).thread_id, steps)
+        args, ref = self._writes_args(writes, task_id, task_path), Ref.of(config)
+        route = interception.route_writes(self._parts, ref, writes)
+        if route != "plain":
+            self._locked(ref.thread_id, self._writes_steps(route, config, args))
+        else:
+            self._parts.inner.put_writes(config, *args)
+        if self._readers.is_superseded(ref):
+            run(writes_arrived(self._parts.cache, self._readers, config))
 
     async def aput_writes(
         self,
@@ -396,12 +404,14 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         task_id: str,
         task_path: str = "",
     ) -> None:
-        args = self._writes_args(writes, task_id, task_path)
-        route = interception.route_writes(self._parts, config, writes)
-        if route == "plain":
-            return await self._parts.inner.aput_writes(config, *args)
-        steps = self._writes_steps(route, config, args)
-        return await self._alocked(Ref.of(config).thread_id, steps)
+        args, ref = self._writes_args(writes, task_id, task_path), Ref.of(config)
+        route = interception.route_writes(self._parts, ref, writes)
+        if route != "plain":
+            await self._alocked(ref.thread_id, self._writes_steps(route, config, args))
+        else:
+            await self._parts.inner.aput_writes(config, *args)
+        if self._readers.is_superseded(ref):
+            await arun(writes_arrived(self._parts.cache, self._readers, config))
 
     def _writes_args(
         self, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str

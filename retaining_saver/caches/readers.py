@@ -15,6 +15,7 @@ from retaining_saver.caches.base import Epoch
 from retaining_saver.caches.history import StoredHistory
 from retaining_saver.records import Ref
 
+_COUNTERS = "counters_since_delta_snapshot"
 _THREADS_KNOWN = 1024
 _PARENTS_KNOWN = 64
 
@@ -35,9 +36,12 @@ class Readers:
         """Remember that a checkpoint was stored, and its parent; it saves the next read a lookup.
 
         Not the parent of what may be a leaf: it may be reclaimed before its history is read, and
-        then its parent may already have the next run's writes.
+        then its parent may already have the next run's writes. Costs nothing on a thread that
+        shows no sign of a delta channel: every read asks.
         """
         ref = Ref.of(stored.config)
+        if _COUNTERS not in stored.metadata and ref.thread_id not in self._threads:
+            return
         with self._lock:
             if ref.thread_id not in self._threads:
                 self._threads[ref.thread_id] = _Seen()
