@@ -258,6 +258,28 @@ async def test_a_cancelled_operation_is_done_or_undone_and_frees_its_lock(
     assert at > 2
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "pg"])
+async def test_a_cancelled_operation_ends_with_its_effect(kind: str, where: Where) -> None:
+    # The effect runs in another OS thread, and would outlive the lock of the conversation.
+    async with _desk(kind, where) as desk:
+        thread_id = str(uuid.uuid4())
+        await desk.say("a", thread_id)
+        await desk.leaf(thread_id, "one")
+        lock: Any = desk.ours.lock
+        with lock:  # The saver's own: the first effect waits for it.
+            started = asyncio.Event()
+            desk.scripted.script = lambda n, name: started.set()
+            task = asyncio.ensure_future(desk.ours.aadmit(named(thread_id)))
+            await started.wait()
+            await asyncio.sleep(0.1)
+            task.cancel()
+            done, _ = await asyncio.wait((task,), timeout=0.3)
+            assert set() == done
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert "reclaimed" == (await desk.ours.aadmit(named(thread_id))).outcome
+
+
 async def _cancelled_at(
     at: int, operation: Callable[[], Awaitable[Any]], *scripts: Scripted
 ) -> bool:
