@@ -8,7 +8,7 @@ from typing import Any
 
 from retaining_saver import admission
 from retaining_saver._steps import Steps, call
-from retaining_saver.backends.retention import RetentionBackend, StorageStats
+from retaining_saver.backends.retention import PlainCuts, RetentionBackend, StorageStats
 from retaining_saver.entries import StoredThread
 from retaining_saver.errors import PlanRefused, UnsupportedSaverError
 from retaining_saver.events import Refused, ThreadRetained
@@ -140,6 +140,8 @@ def _after(
 
 def prune_thread(parts: Parts, journal: Journal, thread_id: str) -> Steps[None]:
     """Keep the newest state of a thread; leave it alone if it is broken or keeps changing."""
+    if (yield from _cut_plain(parts, journal, thread_id)):
+        return
     outcome = "changing"
     try:
         report = yield from retain(parts, journal, thread_id, _nothing, heads_only(parts))
@@ -148,6 +150,25 @@ def prune_thread(parts: Parts, journal: Journal, thread_id: str) -> Steps[None]:
         pass  # Said below: the other threads of the batch go on.
     if outcome:
         journal.note(Refused, Ref(thread_id), outcome=outcome)
+
+
+def _cut_plain(parts: Parts, journal: Journal, thread_id: str) -> Steps[bool]:
+    """Cut a thread of which nothing is to be decided, where the backend knows how to."""
+    backend = storage(parts)
+    if not isinstance(backend, PlainCuts):
+        return False
+    if not (yield from call(backend.is_plain, backend.ais_plain, thread_id)):
+        return False
+    if (yield from call(parts.pins.pinned, parts.pins.apinned, thread_id, parts.clock())):
+        return False
+    yield from _purge(parts, thread_id)
+    count = yield from call(backend.cut_plain, backend.acut_plain, thread_id)
+    if count is None:
+        return False
+    parts.known.forget_thread(thread_id)
+    yield from admission.purge(parts, journal, thread_id)
+    journal.note(ThreadRetained, Ref(thread_id), count=count)
+    return True
 
 
 def _nothing(_metadata: object) -> bool:

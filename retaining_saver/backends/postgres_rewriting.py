@@ -387,11 +387,11 @@ def _roll_back(thread_id: str, rollback: Rollback) -> tuple[str, dict[str, Any]]
 
 def _delete(thread_id: str, plan: RetentionPlan) -> Statements[None]:
     kept = {entry.checkpoint_ns for entry in plan.keep}
-    channels = [row[0] for row in (yield _CHANNELS, {"thread": thread_id})]
+    channels = yield from channels_of(thread_id)
     emptied: list[Entry] = []
     for ns, entries in groupby(plan.drop, key=_namespace):
         if ns in kept:
-            yield from _thin(thread_id, ns, [e.checkpoint_id for e in entries], channels)
+            yield from thin(thread_id, ns, [e.checkpoint_id for e in entries], channels)
         else:
             emptied += entries
     yield from _empty(thread_id, emptied)
@@ -400,7 +400,13 @@ def _delete(thread_id: str, plan: RetentionPlan) -> Statements[None]:
             yield Command(_DELETE_ORPHANS), {"thread": thread_id, "ns": ns, "ids": ids}
 
 
-def _thin(thread_id: str, ns: str, ids: Sequence[str], channels: Sequence[str]) -> Statements[None]:
+def channels_of(thread_id: str) -> Statements[list[str]]:
+    """Name the channels that have blobs."""
+    rows = yield _CHANNELS, {"thread": thread_id}
+    return [row[0] for row in rows]
+
+
+def thin(thread_id: str, ns: str, ids: Sequence[str], channels: Sequence[str]) -> Statements[None]:
     """Delete some checkpoints of a namespace, with their writes and what only they refer to."""
     place = {"thread": thread_id, "ns": ns}
     freed: dict[str, set[str]] = {}

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from psycopg.errors import DeadlockDetected, SerializationFailure, UniqueViolation
 
 from retaining_saver._steps import Steps, arun, call, run
+from retaining_saver.backends import postgres_plain as plain
 from retaining_saver.backends import postgres_rewriting as rewriting
 from retaining_saver.backends.postgres_sessions import Rows, Session, Statements, streamed
 from retaining_saver.backends.retention import CHUNK, Applied
@@ -137,6 +138,19 @@ class PostgresThreads:
     ) -> Applied | None:
         steps = _serialized(self._session, lambda: rewriting.applied(thread, plan, dry_run))
         return await arun(steps)
+
+    def is_plain(self, thread_id: str) -> bool:
+        return self._session.read(plain.head_of_plain(thread_id), snapshot=True) is not None
+
+    async def ais_plain(self, thread_id: str) -> bool:
+        head = await self._session.aread(plain.head_of_plain(thread_id), snapshot=True)
+        return head is not None
+
+    def cut_plain(self, thread_id: str) -> int | None:
+        return run(_serialized(self._session, lambda: plain.cut(thread_id)))
+
+    async def acut_plain(self, thread_id: str) -> int | None:
+        return await arun(_serialized(self._session, lambda: plain.cut(thread_id)))
 
     def threads_of_runs(self, run_ids: Sequence[str]) -> list[str]:
         return self._session.read(_threads_of_runs(run_ids), snapshot=True)

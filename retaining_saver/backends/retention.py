@@ -100,3 +100,27 @@ class RetentionBackend(Backend, Protocol):
     async def acopy_thread(
         self, source: str, target: str, latest: RetentionPlan | None
     ) -> bool: ...
+
+
+@runtime_checkable
+class PlainCuts(Protocol):
+    """Cut plain threads to their newest state without a plan. A backend may do without.
+
+    A plain thread is one chain of two or more full checkpoints in the root namespace, each the
+    parent of the next: no branch or hole, no subgraph, no delta channel, nothing that records runs
+    or was written by this library, no checkpoint format before 4, no writes without a checkpoint.
+    A plan that keeps its newest state drops all but the newest checkpoint, and does nothing else.
+    """
+
+    def is_plain(self, thread_id: str) -> bool: ...
+    async def ais_plain(self, thread_id: str) -> bool: ...
+
+    def cut_plain(self, thread_id: str) -> int | None:
+        """Do what that plan says, as ``apply`` does; return how many checkpoints went.
+
+        ``None``, and nothing changed, if the thread is not plain, or if the user's transaction
+        sees what others commit meanwhile.
+        """
+        ...
+
+    async def acut_plain(self, thread_id: str) -> int | None: ...
