@@ -28,12 +28,14 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import DictRow, dict_row
 from typing_extensions import TypedDict
 
+from retaining_saver import RetainingSaver
 from retaining_saver.backends import postgres_rewriting, postgres_sessions, postgres_threads
 from retaining_saver.backends.postgres import PostgresBackend
 from retaining_saver.backends.postgres_sessions import Rows
 from retaining_saver.backends.retention import Applied
 from retaining_saver.entries import StoredThread
 from retaining_saver.errors import PlanRefused
+from retaining_saver.events import ThreadRetained
 from retaining_saver.plan import plan, plan_prune
 from retaining_saver.planned import RetentionPlan
 from retaining_saver.policy import RetentionPolicy
@@ -554,3 +556,193 @@ async def test_a_copy_is_refused_that_was_planned_for_rows_that_are_gone(stage: 
     with pytest.raises(PlanRefused, match="lost"):
         await stage.call("copy_thread", stage.thread_id, target.thread_id, latest)
     assert [] == [row for rows in target.dump().values() for row in rows]
+
+
+# Plain threads
+
+PLAIN = ["turns-full", "exit-full", "questions-full"]
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+async def test_a_plain_thread_is_cut_as_its_plan_says_and_no_other_is(
+    stage: Stage, face: Face, name: str
+) -> None:
+    await lived(stage, name)
+    quick, planned_for = await copied(stage, "quick"), await copied(stage, "planned")
+    quick = replace(quick, face=face)
+    assert (name in PLAIN) == await quick.call("is_plain", quick.thread_id)
+    count = await quick.call("cut_plain", quick.thread_id)
+    if name in PLAIN:
+        await pruned(planned_for)
+        assert rows_of(planned_for) == rows_of(quick)
+        assert len(rows_of(stage)["checkpoints"]) - 1 == count
+        assert not await quick.call("is_plain", quick.thread_id)
+    else:
+        assert count is None
+        assert rows_of(stage) == rows_of(quick)
+
+
+async def _fork(stage: Stage) -> None:
+    thread = await stage.call("stored", stage.thread_id, nothing)
+    await stage.put_copy(thread.checkpoints[1].checkpoint_id)
+
+
+async def _hole(stage: Stage) -> None:
+    thread = await stage.call("stored", stage.thread_id, nothing)
+    stage.delete_row(thread.checkpoints[1].checkpoint_id)
+
+
+async def _missing_root(stage: Stage) -> None:
+    thread = await stage.call("stored", stage.thread_id, nothing)
+    stage.delete_row(thread.checkpoints[0].checkpoint_id)
+
+
+async def _second_root(stage: Stage) -> None:
+    await stage.put(checkpoint({"x": 1}))
+
+
+async def _subgraph(stage: Stage) -> None:
+    await stage.put(checkpoint({"x": 1}), ns="sub")
+
+
+async def _orphan(stage: Stage) -> None:
+    await stage.put_write(str(uuid6()), "task")
+
+
+async def _old_format(stage: Stage) -> None:
+    head = await stage.stored()
+    old = checkpoint({"x": 1})
+    old["v"] = 3
+    await stage.put(old, head.checkpoint_id)
+
+
+async def _inline_true(stage: Stage) -> None:
+    head = await stage.stored()
+    await stage.put(checkpoint({"x": True}), head.checkpoint_id)
+
+
+async def _metadata(stage: Stage, **metadata: Any) -> None:
+    head = await stage.stored()
+    await stage.put(checkpoint({"x": 1}), head.checkpoint_id, metadata=metadata)
+
+
+async def _record(stage: Stage) -> None:
+    await _metadata(stage, run_durations={})
+
+
+async def _mark(stage: Stage) -> None:
+    await _metadata(stage, retention={})
+
+
+async def _counters(stage: Stage) -> None:
+    await _metadata(stage, counters_since_delta_snapshot={})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _fork,
+        _hole,
+        _missing_root,
+        _second_root,
+        _subgraph,
+        _orphan,
+        _old_format,
+        _inline_true,
+        _record,
+        _mark,
+        _counters,
+    ],
+)
+async def test_whatever_is_to_be_decided_is_left_to_a_plan(
+    stage: Stage, spoil: Callable[[Stage], Any]
+) -> None:
+    await lived(stage, "turns-full")
+    assert await stage.call("is_plain", stage.thread_id)
+    await spoil(stage)
+    before = stage.dump()
+    assert not await stage.call("is_plain", stage.thread_id)
+    assert await stage.call("cut_plain", stage.thread_id) is None
+    assert before == stage.dump()
+
+
+async def test_a_thread_of_one_checkpoint_is_left_alone(stage: Stage) -> None:
+    assert not await stage.call("is_plain", stage.thread_id)
+    await stage.put(checkpoint({"x": 1}))
+    assert not await stage.call("is_plain", stage.thread_id)
+    assert await stage.call("cut_plain", stage.thread_id) is None
+
+
+def plain_thread(arena: Arena) -> Any:
+    graph = chat_graph(arena.saver)
+    for n in range(3):
+        graph.invoke(say(f"turn-{n}"), Ref("plain").config())
+    return graph
+
+
+DELETES = ["UPDATE checkpoints", *STATEMENTS[3:]]
+
+
+@pytest.mark.parametrize("statement", DELETES)
+def test_a_connection_that_dies_while_a_plain_thread_is_cut_leaves_everything_as_it_was(
+    arena: Arena, statement: str
+) -> None:
+    plain_thread(arena)
+    worker = arena.worker(statement)
+    before = arena.everything()
+    with arena.gate_closed():
+        cutting = arena.start(lambda: worker.cut_plain("plain"))
+        pid = arena.wait_for("advisory")
+        arena.control.execute("SELECT pg_terminate_backend(%s)", (pid,))
+        with pytest.raises(psycopg.OperationalError):
+            cutting.result()
+    assert before == arena.everything()
+    assert 3 * CHAT_ROWS - 1 == arena.worker().cut_plain("plain")
+
+
+@pytest.mark.parametrize("statement", DELETES)
+def test_what_a_run_stores_while_a_plain_thread_is_cut_stays(arena: Arena, statement: str) -> None:
+    graph = plain_thread(arena)
+    PostgresBackend(arena.saver).copy_thread("plain", "twin", None)
+    expected = graph.invoke(say("meanwhile"), Ref("twin").config())
+    worker = arena.worker(statement)
+    with arena.gate_closed():
+        cutting = arena.start(lambda: worker.cut_plain("plain"))
+        arena.wait_for("advisory")
+        assert expected == graph.invoke(say("meanwhile"), Ref("plain").config())
+    assert 3 * CHAT_ROWS - 1 == cutting.result()
+    assert CHAT_ROWS + 1 == len(worker.stored("plain", nothing).checkpoints)
+    assert expected == graph.get_state(Ref("plain").config()).values
+    later = graph.invoke(say("later"), Ref("twin").config())
+    assert later == graph.invoke(say("later"), Ref("plain").config())
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ"])
+def test_a_plain_thread_is_cut_in_the_users_transaction_only_on_one_snapshot(
+    arena: Arena, level: str
+) -> None:
+    plain_thread(arena)
+    before = arena.everything()
+    worker = arena.worker()
+    connection = worker._saver.conn  # type: ignore[attr-defined]  # The saver is a PostgresSaver.
+    connection.execute(f"BEGIN ISOLATION LEVEL {level}")
+    expected = None if level == "READ COMMITTED" else 3 * CHAT_ROWS - 1
+    assert expected == worker.cut_plain("plain")
+    assert TransactionStatus.INTRANS == connection.info.transaction_status
+    connection.execute("ROLLBACK")
+    assert before == arena.everything()
+
+
+async def test_pruning_a_plain_thread_spares_pins_and_says_what_it_did(stage: Stage) -> None:
+    await lived(stage, "turns-full")
+    copy = await copied(stage, "copy")
+    events: list[object] = []
+    saver = RetainingSaver(stage.saver, hooks=[events.append])
+    pinned = (await stage.call("stored", stage.thread_id, nothing)).checkpoints[7].checkpoint_id
+    saver.pin(stage.ref(pinned).config())
+    saver.prune([stage.thread_id, copy.thread_id])
+    left = (await stage.call("stored", stage.thread_id, nothing)).checkpoints
+    assert [pinned, left[-1].checkpoint_id] == [c.checkpoint_id for c in left]
+    assert 1 == len(rows_of(copy)["checkpoints"])
+    said = [(e.thread_id, e.count) for e in events if isinstance(e, ThreadRetained)]
+    assert [(stage.thread_id, 28), (copy.thread_id, 29)] == said
