@@ -21,28 +21,56 @@ FORMAT = 4
 _RENAMED = "00000000-0000-0000-0001-"
 
 
+class Folding:
+    """What one checkpoint's metadata becomes when others are folded into it, oldest first.
+
+    Run history is gathered and folded at once: maps that repeat what earlier ones held would
+    bring back, as the newest, what has just been found too old.
+    """
+
+    def __init__(self, into: str, metadata: Mapping[str, Any], keep_runs: int) -> None:
+        self._into = into
+        self._metadata = dict(metadata)
+        self._keep_runs = keep_runs
+        self._history: dict[str, dict[str, Any]] = {}
+
+    def add(self, fold: Fold, dropped: Mapping[str, Any]) -> None:
+        """Fold one dropped checkpoint's metadata."""
+        if fold.whole:
+            merged = folds.folded_into(self.metadata(), self._into, dropped, fold.checkpoint_id)
+            self._metadata = merged
+            return
+        durations, messages = folds.history_of(dropped)
+        self._gather("run_durations", durations)
+        self._gather("run_message_ids", messages)
+
+    def _gather(self, key: str, entries: Mapping[str, Any]) -> None:
+        gathered = self._history.setdefault(key, {})
+        for name, value in entries.items():
+            # What was recorded first stands; its place tells its age.
+            gathered.setdefault(name, value)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata with everything folded so far."""
+        if self._history:
+            history, self._history = self._history, {}
+            self._metadata = folds.history_into(
+                self._metadata, self._into, history, self._keep_runs
+            )
+        return self._metadata
+
+
 def merged_metadata(
     plan: RetentionPlan, metadata_of: Callable[[Key], Mapping[str, Any]]
 ) -> dict[Key, dict[str, Any]]:
     """Return the new metadata of every checkpoint that the plan folds something into."""
-    merged: dict[Key, dict[str, Any]] = {}
+    foldings: dict[Key, Folding] = {}
     for fold in plan.fold:
         into = (fold.checkpoint_ns, fold.into)
-        current = merged.get(into) or metadata_of(into)
-        merged[into] = _folded(plan, fold, current, metadata_of)
-    return merged
-
-
-def _folded(
-    plan: RetentionPlan,
-    fold: Fold,
-    current: Mapping[str, Any],
-    metadata_of: Callable[[Key], Mapping[str, Any]],
-) -> dict[str, Any]:
-    dropped = metadata_of((fold.checkpoint_ns, fold.checkpoint_id))
-    if fold.whole:
-        return folds.folded_into(current, fold.into, dropped, fold.checkpoint_id)
-    return folds.history_into(current, fold.into, dropped, plan.keep_runs)
+        if into not in foldings:
+            foldings[into] = Folding(fold.into, metadata_of(into), plan.keep_runs)
+        foldings[into].add(fold, metadata_of((fold.checkpoint_ns, fold.checkpoint_id)))
+    return {into: folding.metadata() for into, folding in foldings.items()}
 
 
 def carrier_metadata(carry: Carry) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from retaining_saver.entries import (
     Writes,
 )
 from retaining_saver.folds import adds_history
-from retaining_saver.planned import Carry, Fold, Graft, RetentionPlan, Rollback
+from retaining_saver.planned import Carry, Graft, RetentionPlan, Rollback
 
 T = TypeVar("T")
 Key = tuple[str, str]  # checkpoint_ns, checkpoint_id
@@ -55,6 +55,8 @@ Matches = Callable[[Mapping[str, Any]], bool]
 
 PAGE_BYTES = 256 * 1024
 """How much serialized state is read at once; a larger checkpoint is read alone."""
+METADATA_AT_ONCE = 50
+"""How many checkpoints' metadata are folded at once; each may hold a map of every run."""
 
 _THREAD = "thread_id = :thread_id"
 _NAMED = f"{_THREAD} AND checkpoint_ns = :ns AND checkpoint_id = :id"
@@ -127,14 +129,24 @@ def _read_page(reading: _Reading, thread_id: str, page: str) -> Statements[None]
             and metadata.get("source") == "update"
             and adds_history(checkpoint_id, metadata)
         ):
-            above = yield from _find_metadata(thread_id, (ns, parent_id))
+            parents = yield from _find_metadata(thread_id, [(ns, parent_id)])
+            above = parents.get((ns, parent_id))
         summary = Writes.of(writes.get((ns, checkpoint_id), ()))
         reading.add((ns, checkpoint_id), parent_id, (kind, checkpoint), metadata, above, summary)
 
 
-def _find_metadata(thread_id: str, key: Key) -> Statements[dict[str, Any] | None]:
-    found = yield f"SELECT metadata FROM checkpoints WHERE {_NAMED}", _params(thread_id, key)
-    return load_metadata(found.rows[0][0]) if found.rows else None
+def _find_metadata(thread_id: str, keys: Iterable[Key]) -> Statements[dict[Key, dict[str, Any]]]:
+    by_ns: dict[str, list[str]] = {}
+    for ns, checkpoint_id in keys:
+        by_ns.setdefault(ns, []).append(checkpoint_id)
+    metadata: dict[Key, dict[str, Any]] = {}
+    for ns, ids in by_ns.items():
+        found = yield (
+            f"SELECT checkpoint_id, metadata FROM checkpoints WHERE {_LISTED}",
+            {"thread_id": thread_id, "ns": ns, "ids": json.dumps(ids)},
+        )
+        metadata.update({(ns, checkpoint_id): load_metadata(m) for checkpoint_id, m in found.rows})
+    return metadata
 
 
 def _params(thread_id: str, key: Key, **others: Any) -> Params:
@@ -294,29 +306,23 @@ def _rewrite(thread_id: str, plan: RetentionPlan, serde: SerializerProtocol) -> 
 
 
 def _fold(thread_id: str, plan: RetentionPlan) -> Statements[None]:
-    """Fold one after the other: a thread's history maps together may be large."""
-    merged: dict[Key, dict[str, Any]] = {}
-    for fold in plan.fold:
-        into = (fold.checkpoint_ns, fold.into)
-        if into not in merged:
-            merged[into] = (yield from _find_metadata(thread_id, into)) or {}
-        dropped = yield from _find_metadata(thread_id, (fold.checkpoint_ns, fold.checkpoint_id))
-        merged.update(_folded(plan, fold, merged[into], dropped or {}))
-    for key, metadata in merged.items():
+    """Fold a few at a time: a thread's history maps together may be large."""
+    foldings: dict[Key, rewriting.Folding] = {}
+    for few in _chunks(plan.fold, METADATA_AT_ONCE):
+        new = {(fold.checkpoint_ns, fold.into) for fold in few} - foldings.keys()
+        found = yield from _find_metadata(
+            thread_id, {*new, *((fold.checkpoint_ns, fold.checkpoint_id) for fold in few)}
+        )
+        for ns, into in new:
+            foldings[ns, into] = rewriting.Folding(into, found[ns, into], plan.keep_runs)
+        for fold in few:
+            dropped = found[fold.checkpoint_ns, fold.checkpoint_id]
+            foldings[fold.checkpoint_ns, fold.into].add(fold, dropped)
+    for key, folding in foldings.items():
         yield (
             f"UPDATE checkpoints SET metadata = :metadata WHERE {_NAMED}",
-            _params(thread_id, key, metadata=dump_metadata(metadata)),
+            _params(thread_id, key, metadata=dump_metadata(folding.metadata())),
         )
-
-
-def _folded(
-    plan: RetentionPlan, fold: Fold, into: Mapping[str, Any], dropped: Mapping[str, Any]
-) -> dict[Key, dict[str, Any]]:
-    metadata = {
-        (fold.checkpoint_ns, fold.into): into,
-        (fold.checkpoint_ns, fold.checkpoint_id): dropped,
-    }
-    return rewriting.merged_metadata(replace(plan, fold=(fold,)), metadata.__getitem__)
 
 
 def _has_task_paths() -> Statements[bool]:
@@ -449,9 +455,9 @@ def _delete(thread_id: str, table: str, entries: Iterable[Any]) -> Statements[No
             )
 
 
-def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
+def _chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
     remaining = iter(items)
-    while chunk := list(islice(remaining, CHUNK)):
+    while chunk := list(islice(remaining, size)):
         yield chunk
 
 

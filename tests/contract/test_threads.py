@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 import pytest
+from langgraph.checkpoint.base import Checkpoint
 from langgraph.checkpoint.base.id import uuid6
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.serde.types import _DeltaSnapshot
@@ -534,6 +535,24 @@ async def test_what_dropped_leaves_recorded_is_folded(by_face: Stage) -> None:
     (left,) = [found for found in await by_face.listed() if not is_carrier(found)]
     expected = {f"run-{n}": 7 for n in range(4)}
     assert expected == left.metadata["run_durations"]
+
+
+async def test_the_newest_runs_are_remembered_where_each_leaf_repeats_the_whole_map(
+    by_face: Stage,
+) -> None:
+    recorded: dict[str, int] = {}
+    for n in range(6):
+        head = await by_face.talk(f"turn-{n}")
+        found = await by_face.host("get_tuple", by_face.ref(head).config())
+        if n < 5:
+            recorded[f"run-{n}"] = n
+            metadata = {**found.metadata, "source": "update", "run_durations": dict(recorded)}
+            copy = cast(Checkpoint, {**found.checkpoint, "id": str(uuid6())})
+            await by_face.put(copy, head, metadata=metadata)
+    thread, decided = await planned(by_face, lambda t, at: plan_prune(t, (), at, keep_runs=3))
+    assert await by_face.call("apply", thread, decided)
+    (left,) = await by_face.listed()
+    assert {"run-2": 2, "run-3": 3, "run-4": 4} == left.metadata["run_durations"]
 
 
 # Runs
