@@ -29,9 +29,9 @@ UNION ALL SELECT to_jsonb(b) FROM checkpoint_blobs AS b
 """
 
 
-def _connect(url: str, **options: Any) -> Connection[DictRow]:
-    return Connection.connect(
-        url, autocommit=True, prepare_threshold=0, row_factory=dict_row, **options
+def _connect(url: str, options: str = "") -> Connection[DictRow]:
+    return Connection[DictRow].connect(
+        url, autocommit=True, prepare_threshold=0, row_factory=dict_row, options=options
     )
 
 
@@ -54,8 +54,8 @@ class Server:
         done = graph.invoke(graphs.say(text), named(self.thread_id), **options)
         return [m.id for m in done["messages"] if m.id.startswith("human")]
 
-    def connect(self, **options: Any) -> Connection[DictRow]:
-        return self.stack.enter_context(closing(_connect(self.url, **options)))
+    def connect(self, options: str = "") -> Connection[DictRow]:
+        return self.stack.enter_context(closing(_connect(self.url, options)))
 
     def everything(self) -> list[str]:
         return sorted(str(row) for row in self.control.execute(EVERYTHING).fetchall())
@@ -89,7 +89,7 @@ def _failures(events: list[Event]) -> list[str]:
 
 def test_a_row_that_another_session_locks_stops_no_run(server: Server) -> None:
     locker = server.lock_the_parent()
-    bare = PostgresSaver(server.connect(options="-c lock_timeout=50"))
+    bare = PostgresSaver(server.connect("-c lock_timeout=50"))
     ours, events = _watched(bare)
     assert "delete_failed" == ours.admit(named(server.thread_id)).outcome
     assert ["human-a", "human-b"] == server.say("b", ours)
@@ -102,7 +102,7 @@ def test_a_row_that_another_session_locks_stops_no_run(server: Server) -> None:
 
 def test_a_statement_that_takes_too_long_stops_no_run(server: Server) -> None:
     locker = server.lock_the_parent()
-    bare = PostgresSaver(server.connect(options="-c statement_timeout=200"))
+    bare = PostgresSaver(server.connect("-c statement_timeout=200"))
     ours, events = _watched(bare)
     assert ["human-a", "human-b"] == server.say("b", ours)
     assert "QueryCanceled" in _failures(events)
@@ -113,7 +113,7 @@ def test_a_statement_that_takes_too_long_stops_no_run(server: Server) -> None:
 
 def test_a_pipeline_goes_on_after_an_admission_that_failed(server: Server) -> None:
     locker = server.lock_the_parent()
-    connection = server.connect(options="-c lock_timeout=50")
+    connection = server.connect("-c lock_timeout=50")
     with connection.pipeline() as pipeline:
         ours, events = _watched(PostgresSaver(connection, pipeline))
         assert "delete_failed" == ours.admit(named(server.thread_id)).outcome
@@ -125,7 +125,7 @@ def test_a_pipeline_goes_on_after_an_admission_that_failed(server: Server) -> No
 
 
 def test_what_may_only_be_read_can_be_read(server: Server) -> None:
-    bare = PostgresSaver(server.connect(options="-c default_transaction_read_only=on"))
+    bare = PostgresSaver(server.connect("-c default_transaction_read_only=on"))
     ours, events = _watched(bare)
     config = named(server.thread_id)
     before = server.everything()
