@@ -23,6 +23,7 @@ from retaining_saver.errors import PlanRefused
 from retaining_saver.planned import Carry, Entry, Graft, RetentionPlan, Rollback
 
 Key = tuple[str, str]  # checkpoint_ns, checkpoint_id
+Seed = tuple[str, str]  # channel, source
 
 _LINKS = """
 SELECT checkpoint_ns, checkpoint_id, parent_checkpoint_id FROM checkpoints
@@ -74,9 +75,9 @@ WHERE {_IN_NAMESPACE} AND {_within("checkpoint_id", _IDS)} AND checkpoint_id = g
 """
 _MOVE_WRITES = f"UPDATE checkpoint_writes SET checkpoint_id = %(to)s WHERE {_ONE}"
 
-_TIME = f"SELECT checkpoint ->> 'ts' FROM checkpoints WHERE {_ONE}"
+_TIMES = f"SELECT checkpoint_id, checkpoint ->> 'ts' FROM checkpoints WHERE {_SEVERAL}"
 _SEEDS = f"""
-SELECT s.channel, (c.checkpoint -> 'channel_versions' -> s.channel)::text,
+SELECT s.id, s.channel, (c.checkpoint -> 'channel_versions' -> s.channel)::text,
     (c.checkpoint -> 'channel_values' -> s.channel)::text
 FROM unnest(%(channels)s::text[], {_IDS}) AS s (channel, id)
 CROSS JOIN LATERAL (
@@ -84,20 +85,24 @@ CROSS JOIN LATERAL (
 ) AS c
 """
 _TASKS = f"SELECT DISTINCT checkpoint_id, task_id, channel FROM checkpoint_writes WHERE {_SEVERAL}"
-_PUT = """
+_PUT = f"""
 INSERT INTO checkpoints
     (thread_id, checkpoint_ns, checkpoint_id, parent_checkpoint_id, checkpoint, metadata)
-VALUES (%(thread)s, %(ns)s, %(id)s, %(parent)s, %(checkpoint)s, %(metadata)s)
+SELECT %(thread)s, %(ns)s, c.id, c.parent, c.checkpoint, c.metadata
+FROM unnest(
+    {_IDS}, %(parents)s::text[], %(checkpoints)s::jsonb[], %(metadata)s::jsonb[]
+) AS c (id, parent, checkpoint, metadata)
 """
 # `OFFSET 0` keeps the server from making a join of it.
 _TAKE = f"""
 INSERT INTO checkpoint_writes
     (thread_id, checkpoint_ns, checkpoint_id, task_id, task_path, idx, channel, type, blob)
-SELECT %(thread)s, %(ns)s, %(id)s, t.becomes, t.prefix || w.task_path,
+SELECT %(thread)s, %(ns)s, t.carrier, t.becomes, t.prefix || w.task_path,
     w.idx, w.channel, w.type, w.blob
 FROM unnest(
-    {_IDS}, %(was)s::text[], %(becomes)s::text[], %(prefixes)s::text[], %(channels)s::jsonb[]
-) AS t (source, was, becomes, prefix, channels)
+    %(carriers)s::text[], {_IDS}, %(was)s::text[], %(becomes)s::text[], %(prefixes)s::text[],
+    %(channels)s::jsonb[]
+) AS t (carrier, source, was, becomes, prefix, channels)
 CROSS JOIN LATERAL (
     SELECT task_path, idx, channel, type, blob FROM checkpoint_writes
     WHERE {_IN_NAMESPACE} AND checkpoint_id = t.source AND task_id = t.was
@@ -266,8 +271,9 @@ def _change(thread_id: str, plan: RetentionPlan) -> Statements[None]:
             yield Command(sql), {"thread": thread_id}
         return
     yield from _fold(thread_id, plan)
-    for carry in plan.carry:
-        yield from _carry(thread_id, carry)
+    for ns, carries in groupby(plan.carry, key=_namespace):
+        for some in _small_groups(carries):
+            yield from _carry({"thread": thread_id, "ns": ns}, some)
     for ns, grafts in groupby(plan.graft, key=_namespace):
         for chunk in _chunks(list(grafts)):
             yield from _graft(thread_id, ns, chunk)
@@ -309,47 +315,85 @@ def _json(value: Mapping[str, Any]) -> Jsonb:
     return Jsonb(value, dumps=json.dumps)
 
 
-def _carry(thread_id: str, carry: Carry) -> Statements[None]:
-    place = {"thread": thread_id, "ns": carry.checkpoint_ns}
-    newest = (*carry.children[:1], *carry.sources)[-1]
-    times = yield _TIME, {**place, "id": newest}
-    seeds = yield _SEEDS, {**place, "channels": list(carry.seeds), "ids": [*carry.seeds.values()]}
-    versions = {channel: json.loads(version) for channel, version, _ in seeds}
-    values = {channel: json.loads(value) for channel, _, value in seeds if value is not None}
-    checkpoint = rewriting.carrier_checkpoint(carry, times[0][0], versions, values)
+def _small_groups(carries: Iterable[Carry]) -> Iterator[list[Carry]]:
+    """Group carriers that together name no more than ``CHUNK`` sources, or single ones."""
+    group: list[Carry] = []
+    sources = 0
+    for carry in carries:
+        sources += len(carry.sources) + 1
+        if group and sources > CHUNK:
+            yield group
+            group, sources = [], len(carry.sources) + 1
+        group.append(carry)
+    if group:
+        yield group
+
+
+def _carry(place: dict[str, Any], carries: Sequence[Carry]) -> Statements[None]:
+    newest = {c.checkpoint_id: (*c.children[:1], *c.sources)[-1] for c in carries}
+    rows = yield _TIMES, {**place, "ids": list(newest.values())}
+    times = {row[0]: row[1] for row in rows}
+    versions, values = yield from _seeds(place, carries)
+    checkpoints = [
+        rewriting.carrier_checkpoint(
+            carry,
+            times[newest[carry.checkpoint_id]],
+            {seed[0]: versions[seed] for seed in carry.seeds.items()},
+            {seed[0]: values[seed] for seed in carry.seeds.items() if seed in values},
+        )
+        for carry in carries
+    ]
     yield (
         Command(_PUT),
         {
             **place,
-            "id": carry.checkpoint_id,
-            "parent": carry.parent_id,
-            "checkpoint": _json(checkpoint),
-            "metadata": _json(rewriting.carrier_metadata(carry)),
+            "ids": [carry.checkpoint_id for carry in carries],
+            "parents": [carry.parent_id for carry in carries],
+            "checkpoints": [json.dumps(checkpoint) for checkpoint in checkpoints],
+            "metadata": [json.dumps(rewriting.carrier_metadata(carry)) for carry in carries],
         },
     )
-    yield from _take_writes(place, carry)
+    yield from _take_writes(place, carries)
 
 
-def _take_writes(place: dict[str, Any], carry: Carry) -> Statements[None]:
+def _seeds(
+    place: dict[str, Any], carries: Iterable[Carry]
+) -> Statements[tuple[dict[Seed, Any], dict[Seed, Any]]]:
+    """Read the version of each seed and, where it is inline, its value or its mark."""
+    versions: dict[Seed, Any] = {}
+    values: dict[Seed, Any] = {}
+    wanted = list(dict.fromkeys(seed for carry in carries for seed in carry.seeds.items()))
+    for some in _chunks(wanted):
+        channels, ids = [channel for channel, _ in some], [source for _, source in some]
+        rows = yield _SEEDS, {**place, "channels": channels, "ids": ids}
+        for source, channel, version, value in rows:
+            versions[channel, source] = json.loads(version)
+            if value is not None:
+                values[channel, source] = json.loads(value)
+    return versions, values
+
+
+def _take_writes(place: dict[str, Any], carries: Sequence[Carry]) -> Statements[None]:
     tasks: dict[str, list[tuple[str, str]]] = {}
-    for ids in _chunks(carry.sources):
+    for ids in _chunks(list(dict.fromkeys(i for carry in carries for i in carry.sources))):
         for source, task_id, channel in (yield _TASKS, {**place, "ids": list(ids)}):
             tasks.setdefault(source, []).append((task_id, channel))
 
     def tasks_at(source: str, channels: tuple[str, ...]) -> set[str]:
         return {task_id for task_id, channel in tasks.get(source, ()) if channel in channels}
 
-    for chunk in _chunks(list(rewriting.taken_rows(carry, tasks_at))):
+    taken = [(c.checkpoint_id, t) for c in carries for t in rewriting.taken_rows(c, tasks_at)]
+    for some in _chunks(taken):
         yield (
             Command(_TAKE),
             {
                 **place,
-                "id": carry.checkpoint_id,
-                "ids": [taken.source for taken in chunk],
-                "was": [taken.task_id for taken in chunk],
-                "becomes": [taken.new_task_id for taken in chunk],
-                "prefixes": [taken.prefix for taken in chunk],
-                "channels": [json.dumps(taken.channels) for taken in chunk],
+                "carriers": [carrier for carrier, _ in some],
+                "ids": [rows.source for _, rows in some],
+                "was": [rows.task_id for _, rows in some],
+                "becomes": [rows.new_task_id for _, rows in some],
+                "prefixes": [rows.prefix for _, rows in some],
+                "channels": [json.dumps(rows.channels) for _, rows in some],
             },
         )
 
