@@ -13,18 +13,22 @@ from typing import Any
 import psycopg
 from langgraph.checkpoint.base import CheckpointTuple
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from retaining_saver import RetainingSaver
 from tests.support.faces import faces_of
 from tests.support.histories import Talk
 from tests.support.savers import Saver, Where, open_saver
-from tests.support.threads import parent_id
+from tests.support.threads import metadata_only, parent_id
 
 Key = tuple[str, str]
 Dump = dict[str, list[tuple[Any, ...]]]
 
 _POSTGRES_TABLES = ("checkpoints", "checkpoint_writes", "checkpoint_blobs")
 _SQLITE_TABLES = ("checkpoints", "writes")
+# Nothing here outlives the test, so nothing has to reach the disk.
+_UNSYNCED = "PRAGMA synchronous = OFF"
 
 
 class Clock:
@@ -93,12 +97,14 @@ class Retained:
         """Read every checkpoint but carriers, and what its delta channels read."""
         found = await self.rows(saver)
         delta = {c for f in found for c in f.metadata.get("counters_since_delta_snapshot") or ()}
+        leaves = set(metadata_only(found))
         return {
             key_of(f): Seen(
                 f.checkpoint,
                 sorted(f.pending_writes or (), key=repr),
                 {k: v for k, v in f.metadata.items() if k not in RECORDED},
                 await self._histories(saver, f, delta),
+                f.checkpoint["id"] in leaves,
             )
             for f in found
             if not is_carrier(f)
@@ -186,6 +192,7 @@ class Seen:
     pending: list[Any]
     metadata: dict[str, Any]
     histories: dict[str, Any]
+    is_leaf: bool
 
 
 @asynccontextmanager
@@ -194,6 +201,10 @@ async def open_retained(
 ) -> AsyncIterator[Retained]:
     """Open a saver of ``kind``, wrapped with a clock that a test may set."""
     async with open_saver(kind, where) as bare:
+        if isinstance(bare, SqliteSaver):
+            bare.conn.execute(_UNSYNCED)
+        elif isinstance(bare, AsyncSqliteSaver):
+            await bare.conn.execute(_UNSYNCED)
         clock = Clock()
         ours = RetainingSaver(bare, clock=clock, **options)
         yield Retained(kind, where, bare, ours, builder, thread_id, clock)
