@@ -18,7 +18,7 @@ from tests.support.faces import Face
 from tests.support.interjections import interject
 from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.savers import ONE_PER_BACKEND, Saver, Where, open_saver
-from tests.support.threads import face_of, ids, metadata_only, named, root, stored
+from tests.support.threads import face_of, ids, metadata_only, named, root, stored, story
 
 each_backend = pytest.mark.parametrize("kind", ONE_PER_BACKEND)
 
@@ -100,8 +100,41 @@ async def test_two_runs_recorded_at_once_are_both_told(
         assert {"by a": 7, "by b": 7} == await b.durations(thread_id)
 
 
+@each_backend
+async def test_a_leaf_tells_what_was_folded_under_it_while_it_was_made(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    async with _desk(kind, where, thread_id) as desk:
+        a, b = desk.a, desk.b
+
+        def come_and_go() -> None:
+            b.ours.record_run(named(thread_id), "by b", duration=7)
+            assert "reclaimed" == b.ours.admit(named(thread_id)).outcome
+
+        async def acome_and_go() -> None:
+            await b.ours.arecord_run(named(thread_id), "by b", duration=7)
+            assert "reclaimed" == (await b.ours.aadmit(named(thread_id))).outcome
+
+        done = interject(a.bare, "put", "before", come_and_go, acome_and_go)
+        await a.record(thread_id, "by a")
+        assert ["put"] == done
+        assert {"by a": 7, "by b": 7} == await a.durations(thread_id)
+        assert "reclaimed" == await b.admit(thread_id)
+        assert {"by a": 7, "by b": 7} == await b.durations(thread_id)
+
+
+@each_backend
+async def test_recording_again_changes_nothing(kind: str, where: Where, thread_id: str) -> None:
+    async with _desk(kind, where, thread_id) as desk:
+        a, b = desk.a, desk.b
+        put = await a.record(thread_id, "one")
+        before = story(await stored(a.face, a.bare, thread_id))
+        assert put == await b.record(thread_id, "one")
+        assert before == story(await stored(a.face, a.bare, thread_id))
+
+
 @pytest.mark.parametrize("kind", ["memory", "sqlite", "pg_pool"])
-async def test_twenty_runs_recorded_at_once_by_two_workers_are_all_told(
+async def test_runs_recorded_at_once_by_eight_threads_of_two_workers_are_all_told(
     kind: str, where: Where, thread_id: str
 ) -> None:
     async with _desk(kind, where, thread_id) as desk:
