@@ -27,6 +27,7 @@ from retaining_saver.admission import Terms, heir, reclaim_known, rescue
 from retaining_saver.backends.base import Backend, Movable, Row
 from retaining_saver.errors import CheckpointNotFoundError, CheckpointReclaimedError
 from retaining_saver.events import DeleteFailed, Folded, LeafTagged, PinFailed
+from retaining_saver.listing import is_carrier
 from retaining_saver.parts import Journal, Parts, reported
 from retaining_saver.pins import Pin, checked_ttl
 from retaining_saver.records import ROOT_NS, Ref, is_exit_run, named_refs, readdressed
@@ -124,7 +125,8 @@ def pin(parts: Parts, config: RunnableConfig, ttl: timedelta | None) -> Steps[Pi
         ref = ref.at(head.checkpoint["id"])
     yield from call(parts.pins.pin, parts.pins.apin, ref, expires)
     found = yield from call(inner.get_tuple, inner.aget_tuple, ref.config())
-    if found is None:
+    # A carrier holds no state of its own: nobody could resume from it.
+    if found is None or is_carrier(found):
         yield from call(parts.pins.unpin, parts.pins.aunpin, ref)
         yield from missing(parts, ref, by_run=False)
         raise CheckpointNotFoundError(

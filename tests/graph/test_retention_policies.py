@@ -161,7 +161,7 @@ def _subgraphs(mode: graphs.Mode) -> Callable[[Saver], Any]:
 
 _SAID = (graphs.say("and now"), graphs.say("and then"))
 _LOGGED = ({"log": ["v"], "notes": ["m"]}, {"log": ["w"], "notes": []})
-_ANSWERED = (Command(resume="later"), {"log": ["more"]})
+_ANSWERED: tuple[Any, ...] = (Command(resume="later"), {"log": ["more"]})
 
 MORE = [
     *(
@@ -242,7 +242,7 @@ async def _retain(before: Before, copy: Retained, name: str) -> RetentionPlan:
     # What is cached before retention must not be read after it.
     cached = await copy.seen(copy.ours)
     assert before.seen == cached, name
-    plan = await copy.do("plan_thread_retention", copy.thread_id, policy)
+    plan: RetentionPlan = await copy.do("plan_thread_retention", copy.thread_id, policy)
     untouched = copy.dump()
     dry = await copy.enforce(policy, dry_run=True)
     assert untouched == copy.dump(), name
