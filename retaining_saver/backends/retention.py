@@ -112,7 +112,10 @@ class PlainCuts(Protocol):
     A plan that keeps its newest state drops all but the newest checkpoint, and does nothing else.
     """
 
-    def is_plain(self, thread_id: str) -> bool: ...
+    def is_plain(self, thread_id: str) -> bool:
+        """Tell whether the thread is plain, or at least looks so by its newest checkpoint."""
+        ...
+
     async def ais_plain(self, thread_id: str) -> bool: ...
 
     def cut_plain(self, thread_id: str) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from langgraph.checkpoint.serde.base import SerializerProtocol
 
 from retaining_saver.backends import rewriting
+from retaining_saver.backends import sqlite_plain as plain
 from retaining_saver.backends.opaque import (
     DELTA_SNAPSHOT,
     Opaque,
@@ -543,6 +544,19 @@ class SqliteThreads:
             return await self._finish(_apply(thread, plan, self._serde, dry_run), _bounds(plan))
         except _Undone as undone:
             return undone.applied
+
+    def is_plain(self, thread_id: str) -> bool:
+        return self._write(plain.head_of_plain(thread_id, self._serde), READING) is not None
+
+    async def ais_plain(self, thread_id: str) -> bool:
+        head = await self._finish(plain.head_of_plain(thread_id, self._serde), READING)
+        return head is not None
+
+    def cut_plain(self, thread_id: str) -> int | None:
+        return self._write(plain.cut(thread_id, self._serde))
+
+    async def acut_plain(self, thread_id: str) -> int | None:
+        return await self._finish(plain.cut(thread_id, self._serde))
 
     def threads_of_runs(self, run_ids: Sequence[str]) -> list[str]:
         return self._write(_threads_of_runs(run_ids), READING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -16,6 +16,8 @@ from uuid import UUID
 import aiosqlite
 import pytest
 from langchain_core.messages import HumanMessage
+from langgraph.checkpoint.base import Checkpoint
+from langgraph.checkpoint.base.id import uuid6
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
@@ -39,6 +41,7 @@ from tests.contract.test_threads import (
     seen,
 )
 from tests.support.faces import FACES, Face, faces_of
+from tests.support.histories import BY_NAME
 from tests.support.savers import Where
 
 KINDS = ("sqlite", "asqlite")
@@ -267,6 +270,101 @@ async def test_pickled_checkpoints_of_full_channels_go(where: Where, thread_id: 
         assert await stage.call("apply", thread, decided)
         (left,) = await stage.listed()
         assert {"plain": Unpackable(), "n": 2} == left.checkpoint["channel_values"]
+
+
+# Plain threads
+
+PLAIN = {"turns-full", "exit-full", "questions-full"}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+async def test_a_plain_thread_is_cut_as_its_plan_says(stage: Stage, name: str) -> None:
+    await lived(stage, name)
+    quick, slow = await copied(stage, "quick"), await copied(stage, "slow")
+    before = quick.dump()
+    count = await quick.call("cut_plain", quick.thread_id)
+    assert (name in PLAIN) == (count is not None)
+    if count is None:
+        assert before == quick.dump()
+        return
+    assert await slow.call("is_plain", slow.thread_id)
+    thread, decided = await pruned(slow)
+    assert await slow.call("apply", thread, decided)
+    assert len(decided.drop) == count
+    assert slow.dump() == of_thread(quick.dump(), quick, slow)
+    assert not await quick.call("is_plain", quick.thread_id)
+    assert await quick.call("cut_plain", quick.thread_id) is None
+
+
+async def _branch(stage: Stage) -> None:
+    head = await stage.stored()
+    older = (await stage.stored(head.parent_id)).parent_id
+    await stage.put_copy(head.checkpoint_id, parent_id=older)
+
+
+async def _hole(stage: Stage) -> None:
+    head = await stage.stored()
+    assert head.parent_id is not None
+    above = (await stage.stored(head.parent_id)).parent_id
+    assert above is not None
+    stage.delete_row(above)
+
+
+async def _leaf_below(stage: Stage) -> None:
+    await stage.put_leaf()
+    await stage.talk("on the leaf")
+
+
+async def _young_orphan(stage: Stage) -> None:
+    await stage.put_write(str(uuid6()), TASK)
+
+
+async def _subgraph(stage: Stage) -> None:
+    await stage.put(checkpoint({"x": 1}), ns="child:1")
+
+
+async def _of_another_type(stage: Stage) -> None:
+    with closing(sqlite3.connect(stage.where.sqlite)) as own, own:
+        own.execute("UPDATE checkpoints SET type = 'strange' WHERE rowid = 2")
+
+
+async def _unstored_channel(stage: Stage) -> None:
+    head = await stage.stored()
+    made = checkpoint({"x": 1})
+    made["channel_versions"] = {**made["channel_versions"], "may_be_a_delta_channel": "1"}
+    await stage.put(made, head.checkpoint_id, metadata={"step": 9})
+
+
+async def _old_format(stage: Stage) -> None:
+    head = await stage.stored()
+    made = cast(Checkpoint, {**checkpoint({"x": 1}), "v": 3})
+    await stage.put(made, head.checkpoint_id, metadata={"step": 9})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _branch,
+        _hole,
+        _leaf_below,
+        _young_orphan,
+        _subgraph,
+        _of_another_type,
+        _unstored_channel,
+        _old_format,
+    ],
+)
+async def test_a_thread_with_anything_to_decide_is_not_plain(
+    stage: Stage, spoil: Callable[[Stage], Awaitable[None]]
+) -> None:
+    await stage.talk("one")
+    await stage.talk("two")
+    untouched = await copied(stage, "untouched")
+    await spoil(stage)
+    before = stage.dump()
+    assert await stage.call("cut_plain", stage.thread_id) is None
+    assert before == stage.dump()
+    assert 9 == await untouched.call("cut_plain", untouched.thread_id)
 
 
 # Transactions
