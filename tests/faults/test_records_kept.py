@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -254,18 +254,22 @@ async def test_a_history_is_whole_when_its_leaf_is_reclaimed_while_it_is_read(
         assert ["metadata"] == done
 
 
+@pytest.mark.parametrize("names", ["by pin", "by a run"])
 async def test_a_checkpoint_is_not_reclaimed_between_its_pin_and_the_look(
-    where: Where, thread_id: str
+    names: str, where: Where, thread_id: str
 ) -> None:
     """The admission has asked for pins, and found none, when the pin arrives."""
     async with open_saver("memory", where) as bare:
         worker = Worker(face_of("pg"), bare)
         await worker.say("a", thread_id)
-        leaf = await worker.record(thread_id, "one")
-        pinning = threading.Thread(
-            target=lambda: outcome.append(_pin(worker.ours, thread_id, leaf)), daemon=True
-        )
+        leaf = named(thread_id, await worker.record(thread_id, "one"))
+        graph = graphs.chat_graph(worker.ours)
+        pin = {
+            "by pin": lambda: worker.ours.pin(leaf),
+            "by a run": lambda: graph.invoke(graphs.say("b"), leaf),
+        }[names]
         outcome: list[str] = []
+        pinning = threading.Thread(target=lambda: outcome.append(_outcome(pin)), daemon=True)
 
         def start_to_pin() -> None:
             pinning.start()
@@ -280,9 +284,9 @@ async def test_a_checkpoint_is_not_reclaimed_between_its_pin_and_the_look(
         assert ("reclaimed", ["CheckpointReclaimedError"]) == (done, outcome)
 
 
-def _pin(saver: RetainingSaver, thread_id: str, checkpoint_id: str) -> str:
+def _outcome(act: Callable[[], Any]) -> str:
     try:
-        saver.pin(named(thread_id, checkpoint_id))
+        act()
     except Exception as error:
         return type(error).__name__
-    return "pinned"
+    return "done"
