@@ -137,6 +137,8 @@ class MemoryThreads:
             if there.checkpoints or there.writes or there.blobs:
                 return False
             rows = self._rows(source)
+            if latest is not None:
+                rewriting.require(latest, rows.checkpoints)
             self._store(target, _Rows(), self._rewritten(rows, latest) if latest else rows)
             return True
 

@@ -93,7 +93,8 @@ class RetentionBackend(Backend, Protocol):
 
         With ``latest`` (a plan for the source that keeps only its heads) apply that plan to the
         copy in the same transaction; the source stays as it is. False, and nothing copied, if
-        the target has any row.
+        the target has any row. Raises ``PlanRefused`` if the source has lost a checkpoint since
+        ``latest`` was planned.
         """
         ...
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from retaining_saver import folds
 from retaining_saver.entries import CARRIER, NULL_TASK_ID
+from retaining_saver.errors import PlanRefused
 from retaining_saver.planned import Carry, Fold, RetentionPlan
 
 Key = tuple[str, str]  # checkpoint_ns, checkpoint_id
@@ -19,6 +20,18 @@ FORMAT = 4
 """The checkpoint format that carriers are written in: sends are channel values, not writes."""
 
 _RENAMED = "00000000-0000-0000-0001-"
+
+
+def require(plan: RetentionPlan, stored: Iterable[Key]) -> None:
+    """Raise ``PlanRefused`` if a checkpoint that a copy was planned for is gone by now."""
+    missing = {(e.checkpoint_ns, e.checkpoint_id) for e in (*plan.keep, *plan.drop)}.difference(
+        stored
+    )
+    if missing:
+        raise PlanRefused(
+            f"Thread {plan.thread_id} lost {len(missing)} checkpoints while it was to be copied. "
+            "Nothing was copied; try again."
+        )
 
 
 class Folding:

@@ -494,6 +494,10 @@ def _copy(
     there = yield from _stats(target)
     if any(there.rows.values()):
         return False
+    if latest is not None:
+        ids = f"SELECT checkpoint_ns, checkpoint_id FROM checkpoints WHERE {_THREAD}"
+        stored = yield ids, {"thread_id": source}
+        rewriting.require(latest, stored.rows)
     for table in ("checkpoints", "writes"):
         columns = yield f"SELECT name FROM pragma_table_info('{table}')", {}
         others = ", ".join(_quoted(name) for (name,) in columns.rows if name != "thread_id")

@@ -21,6 +21,7 @@ from langgraph.types import Command
 
 from retaining_saver.backends.retention import Applied, RetentionBackend
 from retaining_saver.entries import CARRIER, OrphanWrites, StoredThread
+from retaining_saver.errors import PlanRefused
 from retaining_saver.plan import plan, plan_prune, plan_without_runs
 from retaining_saver.planned import Entry, RetentionPlan
 from retaining_saver.policy import RetentionPolicy
@@ -646,3 +647,13 @@ async def test_a_copy_of_the_newest_state_stands_alone(stage: Stage, history: Hi
     assert _shown(await talk.state()) == _shown(await on_target.state())
     for given in history.later:
         assert _said(await talk.say(given)) == _said(await on_target.say(given))
+
+
+async def test_a_copy_is_refused_that_was_planned_for_rows_that_are_gone(by_face: Stage) -> None:
+    await by_face.talk()
+    thread, latest = await pruned(by_face)
+    assert await by_face.call("apply", thread, latest)
+    target = replace(by_face, thread_id=f"{by_face.thread_id}-latest")
+    with pytest.raises(PlanRefused, match=by_face.thread_id):
+        await by_face.call("copy_thread", by_face.thread_id, target.thread_id, latest)
+    assert [] == [row for rows in target.dump().values() for row in rows]
