@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -17,6 +17,7 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from retaining_saver import RetainingSaver
+from retaining_saver.backends import find_backend
 from tests.support.faces import faces_of
 from tests.support.histories import Talk
 from tests.support.savers import Saver, Where, open_saver
@@ -32,10 +33,10 @@ _UNSYNCED = "PRAGMA synchronous = OFF"
 
 
 class Clock:
-    """The time that a saver is told. A new one is some hours ahead, so that nothing is young."""
+    """The time that a saver is told."""
 
-    def __init__(self) -> None:
-        self.now = datetime.now(timezone.utc) + timedelta(hours=5)
+    def __init__(self, ahead: timedelta) -> None:
+        self.now = datetime.now(timezone.utc) + ahead
 
     def __call__(self) -> datetime:
         return self.now
@@ -45,7 +46,8 @@ class Clock:
 class Retained:
     """One thread of a bare saver and of the saver that retains it.
 
-    ``builder`` makes the thread's graph on either of them.
+    ``builder`` makes the thread's graph on either of them; ``backend`` is what the retaining
+    saver reaches the rows by, for a test that joins its effects.
     """
 
     kind: str
@@ -54,7 +56,8 @@ class Retained:
     ours: RetainingSaver
     builder: Callable[[Any], Any]
     thread_id: str
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock
+    backend: Any
 
     @property
     def on_bare(self) -> Talk:
@@ -199,15 +202,54 @@ class Seen:
 async def open_retained(
     kind: str, where: Where, thread_id: str, builder: Callable[[Any], Any], **options: Any
 ) -> AsyncIterator[Retained]:
-    """Open a saver of ``kind``, wrapped with a clock that a test may set."""
+    """Open a saver of ``kind``, wrapped with a clock that a test may set.
+
+    It is some hours ahead, so that nothing that a test made is young.
+    """
     async with open_saver(kind, where) as bare:
-        if isinstance(bare, SqliteSaver):
-            bare.conn.execute(_UNSYNCED)
-        elif isinstance(bare, AsyncSqliteSaver):
-            await bare.conn.execute(_UNSYNCED)
-        clock = Clock()
-        ours = RetainingSaver(bare, clock=clock, **options)
-        yield Retained(kind, where, bare, ours, builder, thread_id, clock)
+        clock = Clock(timedelta(hours=5))
+        yield await _retained(kind, where, bare, builder, thread_id, clock, options)
+
+
+@asynccontextmanager
+async def open_two(
+    kind: str, where: Where, thread_id: str, builder: Callable[[Any], Any], **options: Any
+) -> AsyncIterator[tuple[Retained, Retained]]:
+    """Open two workers on one database, each with a memory and locks of its own.
+
+    Their clock is right: what a run stores while it runs is young.
+    """
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(open_saver(kind, where))
+        other = one
+        if kind != "memory":
+            other = await stack.enter_async_context(open_saver(kind, where))
+        clock = Clock(timedelta(0))
+        workers = [
+            await _retained(kind, where, bare, builder, thread_id, clock, options)
+            for bare in (one, other)
+        ]
+        yield workers[0], workers[1]
+
+
+async def _retained(
+    kind: str,
+    where: Where,
+    bare: Saver,
+    builder: Callable[[Any], Any],
+    thread_id: str,
+    clock: Clock,
+    options: dict[str, Any],
+) -> Retained:
+    if isinstance(bare, SqliteSaver):
+        bare.conn.execute(_UNSYNCED)
+    elif isinstance(bare, AsyncSqliteSaver):
+        await bare.conn.execute(_UNSYNCED)
+    found = find_backend(bare)
+    assert found is not None
+    backend = found(bare)
+    ours = RetainingSaver(bare, clock=clock, backend=backend, **options)
+    return Retained(kind, where, bare, ours, builder, thread_id, clock, backend)
 
 
 def key_of(found: CheckpointTuple) -> Key:
