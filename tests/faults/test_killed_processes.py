@@ -25,6 +25,9 @@ RECORDED_BEFORE = {
     "record": [],
     "record-under-leaf": ["one"],
     "record-waiting": [],
+    "record-by-put": [],
+    "record-by-put-at-once": [],
+    "ask-under-leaf": ["one"],
     "run": ["one"],
     "run-at-put": ["one"],
 }

@@ -32,6 +32,7 @@ from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.threads import face_of, named
 
 LIMIT = 150
+TASK = "11111111-2222-3333-4444-555555555555"
 # The process is killed, not the machine.
 UNSYNCED = "PRAGMA synchronous = OFF"
 
@@ -115,6 +116,19 @@ class Scene:
         config = named(self.thread_id)
         await self.face(ours.record_run, ours.arecord_run, config, "killed", duration=7)
 
+    async def record_by_put(self) -> None:
+        """Record a run as applications do."""
+        await self.face(put_leaf, aput_leaf, self.ours, self.thread_id, run_id="killed")
+
+    async def ask_under_leaf(self) -> None:
+        """Let a task ask at the parent of a leaf that this process knows."""
+        ours = self.ours
+        leaf = await self.face(ours.get_tuple, ours.aget_tuple, named(self.thread_id))
+        assert leaf is not None
+        assert leaf.parent_config is not None
+        writes = [("__interrupt__", "which?")]
+        await self.face(ours.put_writes, ours.aput_writes, leaf.parent_config, writes, TASK)
+
     async def late_child(self) -> None:
         """Leave what a writer leaves that had read a leaf which another worker reclaimed."""
         await self.leaf("one")
@@ -165,6 +179,9 @@ OPERATIONS: dict[str, tuple[Step, Step, dict[str, Any]]] = {
     "record": (_turn, Scene.record, {}),
     "record-under-leaf": (_turn_and_leaf, Scene.record, {}),
     "record-waiting": (_question, Scene.record, {}),
+    "record-by-put": (_turn, Scene.record_by_put, {}),
+    "record-by-put-at-once": (_turn, Scene.record_by_put, {"annotations": "fold"}),
+    "ask-under-leaf": (_turn_and_leaf, Scene.ask_under_leaf, {}),
     "run": (_turn_and_leaf, _second_turn, {}),
     "run-at-put": (_turn_and_leaf, _second_turn, {"admission": "put"}),
 }
