@@ -169,8 +169,9 @@ class ThreadRecords:
 
         ``body`` is the checkpoint dict; only ``v`` and ``channel_versions`` are looked at.
         ``parent_metadata`` reads the parent's metadata (``None`` if it is not stored); it is
-        called only for the few rows that may be metadata-only without saying so. ``stored``
-        leaves out values that are null or empty.
+        called only for the few rows that may be metadata-only without saying so. ``stored`` are
+        the channels that a reader of the saver finds a value of, a null one too (a thread that
+        waits stores ``branch:to:*`` as null), but for an empty list of sends.
         """
         versions: Mapping[str, Any] = body.get("channel_versions") or {}
         claim = kind_of(checkpoint_id, metadata) or (

@@ -106,7 +106,7 @@ async def forget_task_paths(stage: Stage) -> None:
 async def test_a_table_without_task_paths_reads_as_before(stage: Stage, name: str) -> None:
     await lived(stage, name)
     await forget_task_paths(stage)
-    before = await seen(stage)
+    before = after = await seen(stage)
     for _ in range(2):
         thread, decided = await pruned(stage)
         assert await stage.call("apply", thread, decided)

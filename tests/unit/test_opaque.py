@@ -22,6 +22,7 @@ from retaining_saver.backends.opaque import (
     Opaque,
     UnreadableCheckpoint,
     body_of,
+    fingerprint_of,
     holds_value,
     is_due,
     read_checkpoint,
@@ -283,3 +284,38 @@ def test_a_value_with_a_row_of_its_own_counts_alike() -> None:
 )
 def test_due_channels_are_those_that_nodes_wait_for(channel: str, due: bool) -> None:
     assert due is is_due(["other", channel])
+
+
+def _body(**others: Any) -> dict[str, Any]:
+    values = {"a": Opaque(None, b"1"), "b": Opaque(7, b"2")}
+    return {"id": "1", "ts": "now", "v": 4, "channel_values": values, **others}
+
+
+@pytest.mark.parametrize("extra", ["text", 2**80, "\ud800", {1: "one"}], ids=repr)
+def test_equal_states_have_one_fingerprint(extra: Any) -> None:
+    one = _body(extra=extra)
+    other = {**dict(reversed(one.items())), "id": "2", "ts": "later"}
+    assert fingerprint_of(one) == fingerprint_of(other)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"v": 4.0},
+        {"v": True},
+        {"more": None},
+        {"channel_values": {"a": Opaque(7, b"1"), "b": Opaque(7, b"2")}},
+        {"channel_values": {"a": Opaque(None, b"1")}},
+        {"versions_seen": {"n": {1: "1"}}},
+        {"versions_seen": {"n": {"1": "1"}}},
+        {"big": 2**80},
+    ],
+    ids=repr,
+)
+def test_different_states_have_different_fingerprints(changed: dict[str, Any]) -> None:
+    assert fingerprint_of(_body()) != fingerprint_of(_body(**changed))
+
+
+def test_a_state_with_objects_has_no_fingerprint() -> None:
+    with pytest.raises(UnreadableCheckpoint, match="object"):
+        fingerprint_of(_body(odd=object()))
