@@ -238,6 +238,23 @@ async def test_one_and_one_point_nought_are_different_states(stage: Stage) -> No
     assert [{"x"}] * 4 + [set()] == [set(stored[i]) for i in ids]
 
 
+async def test_numbers_that_are_alike_only_as_floats_are_different_states(
+    stage: Stage, where: Where
+) -> None:
+    ids = [await stage.put(checkpoint({"x": 0.1})) for _ in range(3)]
+    with connected(where.postgres) as connection:
+        connection.execute(
+            "UPDATE checkpoints SET checkpoint = jsonb_set(checkpoint, "
+            "'{channel_values,x}', '0.1000000000000000000001') "
+            "WHERE thread_id = %s AND checkpoint_id = %s",
+            (stage.thread_id, ids[1]),
+        )
+    thread = await stage.call("stored", stage.thread_id, nothing)
+    first, second, third = (c.fingerprint for c in thread.checkpoints)
+    assert first == third
+    assert first != second
+
+
 async def test_sends_of_an_old_format_are_due_on_the_child(stage: Stage) -> None:
     _, child = await old_sends(stage)
     thread = await stage.call("stored", stage.thread_id, nothing)
@@ -470,6 +487,26 @@ def test_a_fold_of_another_worker_meanwhile_is_not_lost(arena: Arena) -> None:
     found = second.metadata(ref)
     assert found is not None
     assert 1 == found[1]["run_durations"]["late"]
+
+
+def test_a_fold_meanwhile_is_not_lost_in_the_users_own_transaction(arena: Arena) -> None:
+    first, second = arena.worker("UPDATE checkpoints"), arena.worker()
+    thread = second.stored(THREAD, nothing)
+    decided = plan(thread, RetentionPolicy(), (), datetime.now(timezone.utc) + LATER)
+    ref = Ref(THREAD, "", max(fold.into for fold in decided.fold))
+    connection = first._saver.conn  # type: ignore[attr-defined]  # The saver is a PostgresSaver.
+    connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+    with arena.gate_closed():
+        applying = arena.start(lambda: first.apply(thread, decided))
+        arena.wait_for("advisory")  # With another fold's target, all of which are locked by then.
+        folding = arena.start(lambda: second.fold(ref, None, {"run_durations": {"late": 1}}))
+        arena.wait_for("transactionid")
+    assert applying.result()
+    connection.execute("COMMIT")
+    assert folding.result() is True
+    found = second.metadata(ref)
+    assert found is not None
+    assert {"run-3": 7, "late": 1} == found[1]["run_durations"]
 
 
 def test_what_the_server_refuses_each_time_is_raised_and_changes_nothing(arena: Arena) -> None:
