@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
+from langgraph.checkpoint.base import (
+    BaseCheckpointSaver,
+    ChannelVersions,
+    Checkpoint,
+    CheckpointMetadata,
+    CheckpointTuple,
+)
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.postgres import PostgresSaver
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
@@ -53,8 +59,14 @@ class ForeignSaver(Base):
     def list(self, config: RunnableConfig | None, **options: Any) -> Iterator[CheckpointTuple]:
         return self.rows.list(config, **options)
 
-    def put(self, *args: Any) -> RunnableConfig:
-        return self.rows.put(*args)
+    def put(
+        self,
+        config: RunnableConfig,
+        checkpoint: Checkpoint,
+        metadata: CheckpointMetadata,
+        new_versions: ChannelVersions,
+    ) -> RunnableConfig:
+        return self.rows.put(config, checkpoint, metadata, new_versions)
 
     def put_writes(
         self,

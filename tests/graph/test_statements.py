@@ -18,7 +18,7 @@ from langgraph.checkpoint.postgres import PostgresSaver
 from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
-from psycopg.rows import dict_row
+from psycopg.rows import DictRow, dict_row
 
 from retaining_saver import RetainingSaver
 from tests.support import graphs
@@ -91,7 +91,7 @@ async def _recorded(kind: str, where: Where) -> AsyncIterator[tuple[Saver, list[
             plain = type("Plain", (Recording,), {"statements": statements})
             saver = PostgresSaver(
                 stack.enter_context(
-                    psycopg.Connection.connect(
+                    psycopg.Connection[DictRow].connect(
                         where.postgres, autocommit=True, row_factory=dict_row, cursor_factory=plain
                     )
                 )
@@ -100,7 +100,7 @@ async def _recorded(kind: str, where: Where) -> AsyncIterator[tuple[Saver, list[
             awaiting = type("Awaiting", (AsyncRecording,), {"statements": statements})
             saver = AsyncPostgresSaver(
                 await stack.enter_async_context(
-                    await psycopg.AsyncConnection.connect(
+                    await psycopg.AsyncConnection[DictRow].connect(
                         where.postgres,
                         autocommit=True,
                         row_factory=dict_row,
