@@ -1,9 +1,9 @@
 """Whole threads of a Postgres saver: read for the planner, and the front of what rewrites them.
 
-What is read comes in a few streams, each through a cursor in the server: a whole thread is never
-in memory, nor is any value. The planner's estimate of how many rows a thread has is worst for the
-largest threads, so nothing here joins two sets of one thread's rows: single rows are looked up by
-their key, and `LIMIT 1` says so.
+What is read comes in a few streams, each through a cursor in the server. What stays in memory is a
+small record of each checkpoint, and the keys of the blobs; no value is read. The server's estimate
+of how many rows a thread has is worst for the largest threads, so nothing here joins two sets of
+one thread's rows: single rows are looked up by their key, and `LIMIT 1` says so.
 """
 
 from __future__ import annotations

@@ -312,12 +312,13 @@ class Arena:
     stack: ExitStack
     threads: ThreadPoolExecutor
 
-    def worker(self, pause: str = "") -> PostgresBackend:
+    def worker(self, pause: str = "", *, pipeline: bool = False) -> PostgresBackend:
         """Open another worker's saver; ``pause`` names the statement that the gate holds."""
         escaped = pause.replace(" ", "\\ ")
         options = f"-c test.pause={escaped}"
         connection = self.stack.enter_context(connected(self.url, options=options))
-        return PostgresBackend(PostgresSaver(connection))
+        pipe = self.stack.enter_context(connection.pipeline()) if pipeline else None
+        return PostgresBackend(PostgresSaver(connection, pipe))
 
     def start(self, work: Callable[[], Any]) -> Future[Any]:
         return self.threads.submit(work)
@@ -509,8 +510,12 @@ def test_a_fold_meanwhile_is_not_lost_in_the_users_own_transaction(arena: Arena)
     assert {"run-3": 7, "late": 1} == found[1]["run_durations"]
 
 
-def test_what_the_server_refuses_each_time_is_raised_and_changes_nothing(arena: Arena) -> None:
-    worker = arena.worker()
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("table", TABLES)
+def test_what_the_server_refuses_each_time_is_raised_and_changes_nothing(
+    arena: Arena, table: str, pipeline: bool
+) -> None:
+    worker = arena.worker(pipeline=pipeline)
     thread, decided = planned(worker)
     arena.control.execute("CREATE SEQUENCE refusals")
     arena.control.execute(
@@ -518,7 +523,8 @@ def test_what_the_server_refuses_each_time_is_raised_and_changes_nothing(arena: 
         "PERFORM nextval('refusals'); RAISE serialization_failure; END $$"
     )
     arena.control.execute(
-        "CREATE TRIGGER refuse BEFORE DELETE ON checkpoints FOR EACH ROW EXECUTE FUNCTION refuse()"
+        f"CREATE TRIGGER refuse BEFORE DELETE ON {table} "
+        "FOR EACH ROW EXECUTE FUNCTION refuse()".encode()
     )
     before = arena.everything()
     with pytest.raises(SerializationFailure):
