@@ -278,3 +278,22 @@ def reclaim_known(parts: Parts, journal: Journal, leaf: Ref, terms: Terms) -> St
             done = yield from reclaim(parts, journal, leaf.thread_id, row, terms)
             return done.outcome == "reclaimed"
     return False
+
+
+def look_for_leaf(parts: Parts, backend: Backend, journal: Journal, leaf: Ref) -> Steps[bool]:
+    """After something was stored for a leaf: tell whether that is still there, else re-address.
+
+    Another worker may have reclaimed it meanwhile. One of the two always sees the other: it looks
+    for late rows after its deletion is committed, and this looks after the rows are.
+    """
+    with reported(journal, DeleteFailed, leaf):
+        if (yield from call(backend.exists, backend.aexists, leaf)):
+            return True
+        holder = yield from heir(parts, backend, leaf)
+        if holder is None:
+            known = parts.known.leaf(leaf.thread_id, leaf.id)
+            holder = known.parent_id if known else None
+        if holder is not None:
+            parts.known.reclaimed(leaf.thread_id, leaf.id, holder)
+            yield from rescue(backend, journal, leaf, holder)
+    return False

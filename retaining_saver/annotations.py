@@ -16,8 +16,10 @@ from retaining_saver._steps import Steps, call
 from retaining_saver.backends.base import Backend
 from retaining_saver.errors import CheckpointNotFoundError
 from retaining_saver.events import Folded
-from retaining_saver.interception import Put, missing, put_annotation, tell_head
+from retaining_saver.interception import missing
 from retaining_saver.parts import Journal, Parts
+from retaining_saver.puts import Put
+from retaining_saver.recording import put_annotation, tell_head
 from retaining_saver.records import ROOT_NS, Ref
 
 ANNOTATION = "annotation"
