@@ -146,11 +146,31 @@ def folded_into(
     return merged
 
 
+def history_by_age(
+    checkpoint_id: str, metadata: Metadata
+) -> tuple[dict[str, int], dict[str, str | None]]:
+    """Return ``history_of`` a checkpoint, what was folded into it first, oldest first.
+
+    JSON columns keep no order of keys; the list of what was folded does.
+    """
+    folded = _folded_names(checkpoint_id, metadata)
+    durations, messages = history_of(metadata)
+    return (
+        _first(durations, folded.get("run_durations")),
+        _first(messages, folded.get("run_message_ids")),
+    )
+
+
+def _first(entries: dict[str, Any], names: list[Any] | None) -> dict[str, Any]:
+    return {**{name: entries[name] for name in names or () if name in entries}, **entries}
+
+
 def history_into(
-    target: Metadata, target_id: str, dropped: Metadata, keep_runs: int
+    target: Metadata, target_id: str, dropped: Metadata, keep_runs: int, *, older: bool = False
 ) -> dict[str, Any]:
     """Return ``target`` with the run history that ``dropped`` records, and nothing else of it.
 
+    What is ``older`` comes before what was folded into ``target`` already, for that is its own.
     What ``target`` says by itself stands. Of the runs that came by folding only the ``keep_runs``
     newest stay, with the messages they wrote, so that no checkpoint's map grows for ever.
     """
@@ -164,8 +184,11 @@ def history_into(
         known = _mapping(target.get(key))
         new = {name: value for name, value in entries.items() if name not in known}
         if new:
-            merged[key] = {**known, **new}
-            names = _union(names, {key: list(new)})
+            merged[key] = {**new, **known} if older else {**known, **new}
+            if older:
+                names[key] = [*new, *(names.get(key) or ())]
+            else:
+                names = _union(names, {key: list(new)})
     wrote = _mapping(merged.get("run_message_ids"))
     timed = names.get("run_durations") or []
     writers = list(dict.fromkeys(wrote.get(n) for n in names.get("run_message_ids") or ()))

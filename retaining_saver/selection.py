@@ -59,13 +59,14 @@ def without_runs(lin: Lineage, run_ids: Collection[str], pins: Collection[Key]) 
     """Select everything but what the given runs wrote and the subgraph calls they made."""
     choices: dict[str, Choice] = {}
     gone: set[str] = set()
+    referenced = {pair for row in lin.thread.checkpoints for pair in row.parents}
     for name in sorted(lin.namespaces):
         ns = lin.namespaces[name]
         choice = choices[name] = _other_runs(ns, run_ids, _pinned(ns, pins), gone)
         _keep_pending_sends(ns, choice)
         if name == ROOT_NS:
             gone = set(choice.drop)
-        _place_run_annotations(ns, choice, run_ids, _pins_in(ns, pins))
+        _place_run_annotations(ns, choice, run_ids, _pins_in(ns, pins), referenced)
     return Selection(choices)
 
 
@@ -85,7 +86,11 @@ def _other_runs(
 
 
 def _place_run_annotations(
-    ns: Namespace, choice: Choice, run_ids: Collection[str], pins: Collection[str]
+    ns: Namespace,
+    choice: Choice,
+    run_ids: Collection[str],
+    pins: Collection[str],
+    referenced: Collection[Key],
 ) -> None:
     for i in ns.order:
         if i not in ns.annotations:
@@ -96,6 +101,9 @@ def _place_run_annotations(
             choice.keep[i] = "pinned"
         elif base in choice.drop or (row.run_id in run_ids and bare):
             choice.drop[i] = "run"
+        elif choice.drop and bare and (ns.name, i) not in referenced:
+            # It repeats what the thread records of every run, also of those that go.
+            choice.drop[i] = "leaf"
         else:
             choice.keep[i] = "annotation"
 

@@ -45,7 +45,8 @@ class Folding:
         self._into = into
         self._metadata = dict(metadata)
         self._keep_runs = keep_runs
-        self._history: dict[str, dict[str, Any]] = {}
+        self._older: dict[str, dict[str, Any]] = {}
+        self._newer: dict[str, dict[str, Any]] = {}
 
     def add(self, fold: Fold, dropped: Mapping[str, Any]) -> None:
         """Fold one dropped checkpoint's metadata."""
@@ -53,24 +54,27 @@ class Folding:
             merged = folds.folded_into(self.metadata(), self._into, dropped, fold.checkpoint_id)
             self._metadata = merged
             return
-        durations, messages = folds.history_of(dropped)
-        self._gather("run_durations", durations)
-        self._gather("run_message_ids", messages)
-
-    def _gather(self, key: str, entries: Mapping[str, Any]) -> None:
-        gathered = self._history.setdefault(key, {})
-        for name, value in entries.items():
-            # What was recorded first stands; its place tells its age.
-            gathered.setdefault(name, value)
+        durations, messages = folds.history_by_age(fold.checkpoint_id, dropped)
+        history = self._older if fold.checkpoint_id < self._into else self._newer
+        _gather(history, "run_durations", durations)
+        _gather(history, "run_message_ids", messages)
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata with everything folded so far."""
-        if self._history:
-            history, self._history = self._history, {}
-            self._metadata = folds.history_into(
-                self._metadata, self._into, history, self._keep_runs
-            )
+        older, self._older, newer, self._newer = self._older, {}, self._newer, {}
+        for history, is_older in ((older, True), (newer, False)):
+            if history:
+                self._metadata = folds.history_into(
+                    self._metadata, self._into, history, self._keep_runs, older=is_older
+                )
         return self._metadata
+
+
+def _gather(history: dict[str, dict[str, Any]], key: str, entries: Mapping[str, Any]) -> None:
+    gathered = history.setdefault(key, {})
+    for name, value in entries.items():
+        # What was recorded first stands; its place tells its age.
+        gathered.setdefault(name, value)
 
 
 def merged_metadata(
