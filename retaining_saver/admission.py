@@ -211,7 +211,7 @@ def _purge_for(parts: Parts, journal: Journal, parent: Ref) -> Steps[Spared | No
         return Spared({}, None)
     spared: Spared | None = None
     with reported(journal, CacheFailed, Ref(parent.thread_id)):
-        spared = yield from purge_sparing(parts.cache, parent)
+        spared = yield from purge_sparing(parts.cache, parent, cache_failed=journal.cache_failed)
         journal.note(Invalidated, Ref(parent.thread_id))
     return spared
 
@@ -223,7 +223,7 @@ def _after_purge(
     if moved:
         yield from purge(parts, journal, parent.thread_id)
     elif parts.cache is not None and spared is not None:
-        yield from put_back(parts.cache, parent, spared)
+        yield from put_back(parts.cache, parent, spared, cache_failed=journal.cache_failed)
 
 
 def rescue(backend: Backend, journal: Journal, leaf: Ref, parent_id: str) -> Steps[int]:

@@ -185,14 +185,7 @@ def _described(backend: Backend, ref: Ref) -> Steps[_Described | None]:
 
 def merged(newest_first: Iterable[Mapping[str, Any]]) -> RunHistory:
     """Merge what checkpoints of one line record; the newest word about a run or message stands."""
-    history = RunHistory()
-    for metadata in newest_first:
-        durations, messages = folds.history_of(metadata)
-        for run_id, duration in durations.items():
-            history.durations.setdefault(run_id, duration)
-        for message_id, writer in messages.items():
-            history.message_runs.setdefault(message_id, writer)
-    return history
+    return RunHistory(*folds.merged_history(newest_first))
 
 
 def _not_found(parts: Parts, ref: Ref) -> Steps[NoReturn]:

@@ -100,8 +100,14 @@ def log_hook(event: Event) -> None:
         else logging.DEBUG
     )
     if logger.isEnabledFor(level):
-        shown = " ".join(f"{f.name}={getattr(event, f.name)}" for f in fields(event))
+        shown = " ".join(f"{f.name}={_told(getattr(event, f.name))}" for f in fields(event))
         logger.log(level, "%s %s", type(event).__name__, shown)
+
+
+def _told(value: object) -> str:
+    # Ids are anybody's text: no line break of theirs begins a line of the log, and what no
+    # encoding takes is escaped.
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def emit(hooks: Iterable[Hook], events: Iterable[Event]) -> None:

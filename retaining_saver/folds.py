@@ -15,7 +15,7 @@ is another checkpoint's came along when a writer copied that checkpoint's metada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 MARK = "retention"
@@ -86,10 +86,42 @@ def adds_history(checkpoint_id: str, metadata: Metadata, parent: Metadata | None
     return False
 
 
-def tagged(metadata: Metadata, checkpoint_id: str, kind: str, parent: Metadata) -> dict[str, Any]:
-    """Return ``metadata`` marked as a metadata-only checkpoint's, naming what it adds."""
+def tagged(
+    metadata: Metadata,
+    checkpoint_id: str,
+    kind: str,
+    parent: Metadata,
+    before: Metadata | None = None,
+) -> dict[str, Any]:
+    """Return ``metadata`` marked as a metadata-only checkpoint's, naming what it adds.
+
+    ``before`` is the run history up to ``parent``, where that was read. What it has does not count
+    as added: a writer that repeats the whole history in each leaf would else have all of it folded
+    into each parent. A leaf that has all of it carries the whole history.
+    """
+    marked = {**metadata, **_told_durations(metadata)}
+    added = added_names(marked, {**parent, **(before or {})})
+    mark: dict[str, Any] = {"kind": kind, "id": checkpoint_id, "added": added}
+    if before is not None and not added_names(before, marked):
+        mark["whole"] = True
+    return {**marked, MARK: mark}
+
+
+def runs_added(metadata: Metadata, parent: Metadata) -> int:
+    """Count the runs of which ``metadata`` records something that ``parent`` does not."""
     added = added_names(metadata, parent)
-    return {**metadata, MARK: {"kind": kind, "id": checkpoint_id, "added": added}}
+    messages = _mapping(metadata.get("run_message_ids"))
+    wrote = (messages[name] for name in added.get("run_message_ids") or ())
+    return len({*(added.get("run_durations") or ()), *(run for run in wrote if run is not None)})
+
+
+def _told_durations(metadata: Metadata) -> dict[str, Any]:
+    """Say durations that only the legacy marker holds in the map: Postgres drops the marker."""
+    told = _legacy_durations(metadata)
+    recorded = _mapping(metadata.get("run_durations"))
+    if told.keys() <= recorded.keys():
+        return {}
+    return {"run_durations": {**told, **recorded}}
 
 
 def leaf_metadata(
@@ -121,6 +153,21 @@ def history_of(metadata: Metadata) -> tuple[dict[str, int], dict[str, str | None
     """Return the durations by run and the runs by message that a checkpoint records."""
     durations = {**_legacy_durations(metadata), **_mapping(metadata.get("run_durations"))}
     return durations, dict(_mapping(metadata.get("run_message_ids")))
+
+
+def merged_history(
+    newest_first: Iterable[Metadata],
+) -> tuple[dict[str, int], dict[str, str | None]]:
+    """Merge what checkpoints of one line record; the newest word about a run or message stands."""
+    durations: dict[str, int] = {}
+    messages: dict[str, str | None] = {}
+    for metadata in newest_first:
+        timed, wrote = history_of(metadata)
+        for run_id, duration in timed.items():
+            durations.setdefault(run_id, duration)
+        for message_id, writer in wrote.items():
+            messages.setdefault(message_id, writer)
+    return durations, messages
 
 
 def folded_into(

@@ -69,6 +69,10 @@ class Journal:
             )
         )
 
+    def cache_failed(self, ref: Ref, error: Exception) -> None:
+        """Note that the history cache failed at something that went on without it."""
+        self.note(CacheFailed, ref, error_type=type(error).__name__)
+
 
 @dataclass(slots=True)
 class Attempt:

@@ -20,6 +20,9 @@ from retaining_saver.parts import Journal, Parts, reported
 from retaining_saver.puts import Put
 from retaining_saver.records import ROOT_NS, Ref
 
+MORE_THAN_ITS_OWN = 2
+"""From so many new runs on, an annotation is taken to repeat what others recorded."""
+
 
 def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableConfig]:
     """Store a metadata-only checkpoint as a tagged leaf, or fold it where a leaf would do harm."""
@@ -43,7 +46,9 @@ def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCo
         return (yield from put.steps(parts))
     leaf_id = put.checkpoint["id"]
     if folds.kind_of(leaf_id, put.metadata) is None:
-        tagged: Any = folds.tagged(put.metadata, leaf_id, put.kind or "", parent.metadata)
+        before = yield from _repeated_history(backend, journal, put, parent)
+        kind = put.kind or ""
+        tagged: Any = folds.tagged(put.metadata, leaf_id, kind, parent.metadata, before)
         put = replace(put, metadata=tagged)
     if harmful:
         target = yield from _leaf_or_itself(backend, journal, ref, parent)
@@ -61,6 +66,21 @@ def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCo
     parts.known.saw(ref.thread_id, leaf_id, holder, version)
     journal.note(LeafTagged, ref.at(leaf_id), parent_id=holder)
     return (yield from _look_again(parts, backend, journal, put.under(holder), stored))
+
+
+def _repeated_history(
+    backend: Backend, journal: Journal, put: Put, parent: Row
+) -> Steps[dict[str, Any] | None]:
+    """Read the run history up to ``parent`` if the annotation seems to repeat more than one run."""
+    ref = Ref.of(put.config)
+    if folds.runs_added(put.metadata, parent.metadata) < MORE_THAN_ITS_OWN:
+        return None
+    before: dict[str, Any] | None = None
+    with reported(journal, DeleteFailed, ref):
+        line = yield from call(backend.lineage, backend.alineage, ref)
+        told = folds.merged_history([parent.metadata, *(recorded for _, recorded in line)])
+        before = dict(zip(folds.HISTORY_MAPS, told, strict=True))
+    return before
 
 
 def _leaf_or_itself(backend: Backend, journal: Journal, ref: Ref, parent: Row) -> Steps[str]:

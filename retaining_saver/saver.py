@@ -328,22 +328,28 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     def get_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
-        return run(self._delta_history(config, channels))
+        return self._unlocked(lambda journal: self._delta_history(journal, config, channels))
 
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
-        return await arun(self._delta_history(config, channels))
+        return await self._aunlocked(lambda journal: self._delta_history(journal, config, channels))
 
     def _delta_history(
-        self, config: RunnableConfig, channels: Sequence[str]
+        self, journal: Journal, config: RunnableConfig, channels: Sequence[str]
     ) -> Steps[Mapping[str, DeltaChannelHistory]]:
         parts = self._parts
 
         def read() -> Steps[Mapping[str, DeltaChannelHistory]]:
-            known = parts.known.parent_of
-            shared = (parts.inner, parts.cache, self._readers)
-            return delta_history(*shared, config, channels, parent_of=known)
+            return delta_history(
+                parts.inner,
+                parts.cache,
+                self._readers,
+                config,
+                channels,
+                parent_of=parts.known.parent_of,
+                cache_failed=journal.cache_failed,
+            )
 
         try:
             return (yield from read())
@@ -395,7 +401,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         else:
             self._parts.inner.put_writes(config, *args)
         if self._readers.is_superseded(ref):
-            run(writes_arrived(self._parts.cache, self._readers, config))
+            self._unlocked(lambda journal: self._writes_arrived(journal, config))
 
     async def aput_writes(
         self,
@@ -411,7 +417,11 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         else:
             await self._parts.inner.aput_writes(config, *args)
         if self._readers.is_superseded(ref):
-            await arun(writes_arrived(self._parts.cache, self._readers, config))
+            await self._aunlocked(lambda journal: self._writes_arrived(journal, config))
+
+    def _writes_arrived(self, journal: Journal, config: RunnableConfig) -> Steps[None]:
+        shared = (self._parts.cache, self._readers)
+        return writes_arrived(*shared, config, cache_failed=journal.cache_failed)
 
     def _writes_args(
         self, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str

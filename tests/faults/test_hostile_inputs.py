@@ -53,7 +53,7 @@ async def test_a_thread_id_is_only_a_name(kind: str, thread_id: str, empty_where
         assert bystander == story(bare.list(named("bystander")))
 
 
-@pytest.mark.parametrize("thread_id", UNSTORABLE)
+@pytest.mark.parametrize("thread_id", UNSTORABLE, ids=ascii)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_cannot_name_a_thread_fails_as_on_the_bare_saver(
     kind: str, thread_id: str, empty_where: Where

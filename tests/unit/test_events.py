@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import pytest
@@ -67,7 +68,7 @@ def test_the_log_hook_warns_of_failures(
     with caplog.at_level(logging.DEBUG, logger="retaining_saver"):
         log_hook(failed(kind))
     assert [logging.WARNING] == [record.levelno for record in caplog.records]
-    assert "error_type=TimeoutError" in caplog.text
+    assert "error_type='TimeoutError'" in caplog.text
 
 
 def test_the_log_hook_writes_everything_else_as_debug(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,9 +76,18 @@ def test_the_log_hook_writes_everything_else_as_debug(caplog: pytest.LogCaptureF
         log_hook(REFUSED)
     assert [logging.DEBUG] == [record.levelno for record in caplog.records]
     assert (
-        f"Refused thread_id=t checkpoint_ns= checkpoint_id=c at={AT} outcome=pinned"
+        f"Refused thread_id='t' checkpoint_ns='' checkpoint_id='c' at={AT} outcome='pinned'"
         == caplog.records[0].getMessage()
     )
+
+
+def test_no_id_breaks_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    hostile = replace(REFUSED, thread_id="t\nERROR forged \ud800")
+    with caplog.at_level(logging.DEBUG, logger="retaining_saver"):
+        log_hook(hostile)
+    message = caplog.records[0].getMessage()
+    assert 1 == len(message.splitlines())
+    assert message == message.encode().decode()
 
 
 def test_the_log_hook_is_silent_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
