@@ -112,7 +112,9 @@ def runs_added(metadata: Metadata, parent: Metadata) -> int:
     added = added_names(metadata, parent)
     messages = _mapping(metadata.get("run_message_ids"))
     wrote = (messages[name] for name in added.get("run_message_ids") or ())
-    return len({*(added.get("run_durations") or ()), *(run for run in wrote if run is not None)})
+    return len(
+        {*(added.get("run_durations") or ()), *(run for run in wrote if isinstance(run, str))}
+    )
 
 
 def _told_durations(metadata: Metadata) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
                 admission=admission,
                 annotations=annotations,
                 classify=classify,
-                clock=clock,
+                clock=_aware(clock),
             )
         self._takes_task_path = _takes_task_path(self._parts.inner)
 
@@ -730,6 +730,13 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{option} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _aware(clock: Clock) -> Clock:
+    now = clock()
+    if now.tzinfo is None:
+        raise ValueError(f"clock must return an aware time in UTC, not {now!r}")
+    return clock
 
 
 def _backend_for(inner: BaseCheckpointSaver[Any]) -> Backend | None:

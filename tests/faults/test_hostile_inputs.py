@@ -309,3 +309,8 @@ async def test_a_ttl_that_is_no_duration_is_refused_before_any_io(
         saver.pin(named("thread"), ttl=ttl)
     with pytest.raises(error):
         await saver.apin(named("thread"), ttl=ttl)
+
+
+async def test_a_clock_without_a_time_zone_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="aware"):
+        RetainingSaver(InMemorySaver(), clock=lambda: datetime(2026, 1, 2))  # noqa: DTZ001  # Asked.
