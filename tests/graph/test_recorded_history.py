@@ -75,7 +75,8 @@ async def test_repeating_the_whole_history_in_each_leaf_does_not_multiply_it(
 
         def stored() -> list[Any]:
             found = list(bare.list({"configurable": {"thread_id": thread_id}}))
-            return [len(c.metadata.get("run_durations", {})) for c in found]
+            told: list[Any] = [c.metadata.get("run_durations", {}) for c in found]
+            return [len(durations) for durations in told]
 
         counts: list[int] = await SYNC(stored, _nothing)
         # The head tells all of it; every other checkpoint tells of its own run at most.
