@@ -213,9 +213,12 @@ TURNS = 200
 
 
 def _log(mode: graphs.Mode) -> Callable[[Saver], Any]:
+    def adds(state: Any) -> dict[str, Any]:
+        return {"log": [f"seen-{len(state['log'])}"]}
+
     def builder(saver: Saver) -> Any:
         made = StateGraph(graphs.FullLog if mode == "full" else graphs.DeltaLog)
-        made.add_node("adds", lambda state: {"log": [f"seen-{len(state['log'])}"]})
+        made.add_node("adds", adds)
         made.add_edge(START, "adds")
         made.add_edge("adds", END)
         return made.compile(checkpointer=saver)

@@ -118,7 +118,7 @@ def _grow(saver: Saver, thread_id: str) -> None:
         config = saver.put(config, checkpoint, metadata, {"text": version})
 
 
-async def _never(*_: object) -> None:
+async def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("the saver has a blocking face")
 
 
