@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from uuid import UUID, uuid5
 
 from retaining_saver.backends.base import Movable, ReclaimOutcome, Row
-
-NULL_TASK_ID = "00000000-0000-0000-0000-000000000000"
-"""Writes under this id are the checkpoint's own state, no task's: they keep their leaf."""
+from retaining_saver.entries import NULL_TASK_ID
 
 # LangGraph spells the step with eight digits. One in forty ordinary task ids begins with eight
 # digits, too; hardly any with three zeros, and no thread has a hundred thousand steps.
@@ -31,6 +29,7 @@ def moved_task_id(task_id: str, leaf_id: str, parent_id: str, movable: Movable) 
     """Return the task id of a leaf's write once it is the parent's; ``None`` if it must stay."""
     if movable.inputs and task_id == input_task_id(leaf_id):
         return input_task_id(parent_id)
+    # Writes of the null task are the checkpoint's own state: they keep their leaf.
     if movable.exits and task_id != NULL_TASK_ID and _EXIT_TASK_ID.match(task_id):
         return task_id
     return None

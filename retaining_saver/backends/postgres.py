@@ -28,6 +28,7 @@ from retaining_saver.backends.base import (
     Row,
     Surroundings,
 )
+from retaining_saver.backends.chains import along_parents
 from retaining_saver.backends.moves import mismatch, planned_moves, rescued_task_id
 from retaining_saver.backends.postgres_sessions import (
     Parameters,
@@ -440,15 +441,8 @@ def _metadata(ref: Ref) -> Statements[tuple[str, dict[str, Any]] | None]:
 def _lineage(ref: Ref) -> Statements[list[tuple[str, dict[str, Any]]]]:
     rows = yield _LINEAGE, {**_named(ref), "maps": list(HISTORY_MAPS)}
     links = {checkpoint_id: (parent_id, metadata) for checkpoint_id, parent_id, metadata in rows}
-    found: list[tuple[str, dict[str, Any]]] = []
-    checkpoint_id = ref.checkpoint_id
-    while checkpoint_id is not None and checkpoint_id in links:
-        # Taken out, so that a cycle ends.
-        parent_id, metadata = links.pop(checkpoint_id)
-        if metadata is not None:
-            found.append((checkpoint_id, json.loads(metadata)))
-        checkpoint_id = parent_id
-    return found
+    line = along_parents(ref.checkpoint_id, links)
+    return [(i, json.loads(metadata)) for i, metadata in line if metadata is not None]
 
 
 def _surroundings(ref: Ref, but: str | None) -> Statements[Surroundings]:

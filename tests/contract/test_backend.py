@@ -20,7 +20,8 @@ from langgraph.types import Send
 from typing_extensions import TypedDict
 
 from retaining_saver.backends.base import NEIGHBOURS, Backend, Movable, Row, Surroundings
-from retaining_saver.backends.moves import NULL_TASK_ID, input_task_id
+from retaining_saver.backends.moves import input_task_id
+from retaining_saver.entries import NULL_TASK_ID
 from retaining_saver.records import Ref
 from tests.contract.stage import (
     Stage,

@@ -19,7 +19,8 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.pregel._checkpoint import exit_delta_late_task_id, exit_delta_task_id
 
 from retaining_saver.backends.base import Movable
-from retaining_saver.backends.moves import NULL_TASK_ID, input_task_id, moved_task_id
+from retaining_saver.backends.moves import input_task_id, moved_task_id
+from retaining_saver.entries import NULL_TASK_ID
 from tests.contract.stage import checkpoint, versions_of
 
 TASK = "6f8a2f0e-5c55-5d0f-9d7c-0f3a3b1f2c11"
