@@ -132,8 +132,11 @@ def _keys(pins: Iterable[Named]) -> frozenset[Key]:
 
 
 def _is_idle(lin: Lineage, policy: RetentionPolicy, pins: Collection[Key], now: datetime) -> bool:
-    limit, last = policy.delete_idle_after, lin.last_active()
-    if limit is None or last is None or pins:
+    limit = policy.delete_idle_after
+    if limit is None or pins:
+        return False
+    last = lin.last_active()
+    if last is None:
         return False
     return now - last >= limit and (policy.delete_waiting or not lin.waits())
 
