@@ -140,19 +140,22 @@ def taken_rows(
 
     ``tasks_at(source, channels)`` returns the ids of the tasks with rows there. Readers order
     writes by task path, then by task id: the prefix sorts by age, ``~`` after every real path.
-    Rows of the null task would be applied as the carrier's own state, and those of two sources
-    would collide; they get ids that sort where the null task's did.
+    Rows of the null task would be applied as the carrier's own state; they get ids that sort
+    where the null task's did. So do those of a task that wrote from two sources: they would
+    collide. LangGraph derives a task's id from its checkpoint, but anybody may put writes.
     """
     renamed = 0
+    seen: set[str] = set()
     for number, source in enumerate(carry.sources):
         channels = tuple(c for c, sources in carry.writes.items() if source in sources)
         if not channels:
             continue
         for task_id in sorted(tasks_at(source, channels)):
             new_task_id = task_id
-            if task_id == NULL_TASK_ID or task_id.startswith(_RENAMED):
+            if task_id == NULL_TASK_ID or task_id.startswith(_RENAMED) or task_id in seen:
                 new_task_id = f"{_RENAMED}{renamed:012x}"
                 renamed += 1
+            seen.add(task_id)
             yield Taken(source, channels, task_id, new_task_id, f"~~{number:010d}")
 
 

@@ -335,6 +335,31 @@ async def test_a_thread_whose_links_were_lost_is_never_guessed_at(
         assert len(states[every[-1]][0]["messages"]) + 4 == len(said["messages"])
 
 
+# Links that a run has written its turn onto
+
+
+@each_kind
+async def test_forks_from_where_a_links_writes_went_equal_those_of_an_untouched_twin(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    history = BY_NAME["exit-leaves-delta"]
+    async with open_retained(kind, where, thread_id, history.graph) as thread:
+        await history.live(thread.on_bare)
+        twin = await thread.copied("twin")
+        report = await thread.enforce(RetentionPolicy())
+        moved = [g.parent_id for g in report.grafted if g.moves_writes]
+        assert moved
+        for at in moved:
+            for durability in ("sync", "exit"):
+                outputs = [
+                    await talk.say(graphs.say("fork"), at=at, durability=durability)
+                    for talk in (twin.on_bare, thread.on_ours)
+                ]
+                assert outputs[0] == outputs[1]
+                states = [await talk.state() for talk in (twin.on_bare, thread.on_ours)]
+                assert states[0].values == states[1].values == outputs[0]
+
+
 # Carriers
 
 
