@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from langgraph.checkpoint.base.id import uuid6
 
-from retaining_saver import RetainingSaver
+from retaining_saver import RetainingSaver, folds
 from tests.support.faces import SYNC
 from tests.support.graphs import chat_graph, say
+from tests.support.leaves import put_leaf
 from tests.support.savers import Saver, Where, open_saver
 
 KINDS = ("memory", "sqlite", "pg")
@@ -88,4 +89,102 @@ async def test_repeating_the_whole_history_in_each_leaf_does_not_multiply_it(
 
 
 async def _nothing() -> list[Any]:
+    raise AssertionError("blocking only")
+
+
+def snapshots(saver: Saver, thread_id: str) -> int:
+    """Count the checkpoints that store a snapshot of a delta channel."""
+    found = saver.list({"configurable": {"thread_id": thread_id}})
+    values = [v for c in found for v in c.checkpoint["channel_values"].values()]
+    return sum(type(value).__name__ == "_DeltaSnapshot" for value in values)
+
+
+@pytest.mark.parametrize("annotations", ["leaf", "fold"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_as_many_snapshots_are_taken_as_without_leaves(
+    kind: str, annotations: Any, where: Where, thread_id: str
+) -> None:
+    async with open_saver(kind, where) as bare:
+        saver = RetainingSaver(bare, annotations=annotations)
+
+        def talk() -> None:
+            for name, keeper in ((f"{thread_id}-bare", bare), (thread_id, saver)):
+                graph = chat_graph(keeper, "delta")
+                config: Any = {"configurable": {"thread_id": name}}
+                for turn in range(12):
+                    graph.invoke(say(f"message {turn}"), config)
+                    if keeper is saver:
+                        put_leaf(saver, name, run_id=f"run-{turn}")
+                        saver.record_run(config, f"also-{turn}", duration=turn)
+
+        await SYNC(talk, _never)
+        without = await SYNC(snapshots, _none, bare, f"{thread_id}-bare")
+        assert without > 1
+        # A leaf on a snapshot copies it; the last turn's may be such a leaf.
+        left = [c for c in await SYNC(_rows, _nothing, bare, thread_id) if not is_leaf(c)]
+        assert without == sum(
+            type(value).__name__ == "_DeltaSnapshot"
+            for c in left
+            for value in c.checkpoint["channel_values"].values()
+        )
+
+
+async def _none(*_: Any) -> int:
+    raise AssertionError("blocking only")
+
+
+def _rows(saver: Saver, thread_id: str) -> list[Any]:
+    return list(saver.list({"configurable": {"thread_id": thread_id}}))
+
+
+def is_leaf(found: Any) -> bool:
+    return folds.kind_of(found.checkpoint["id"], found.metadata) is not None
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_run_that_is_entered_again_does_not_repeat_its_input(
+    kind: str, mode: Any, where: Where, thread_id: str
+) -> None:
+    async with open_saver(kind, where) as bare:
+        saver = RetainingSaver(bare, admission="manual")
+
+        def talk() -> tuple[int, int]:
+            graph = chat_graph(saver, mode)
+            config: Any = {"configurable": {"thread_id": thread_id}, "metadata": {"run_id": "one"}}
+            once = graph.invoke(say("hello"), config)
+            saver.record_run(config, "one", duration=1)
+            again = graph.invoke(say("hello"), config)
+            return len(once["messages"]), len(again["messages"])
+
+        once, again = await SYNC(talk, _two)
+        assert once == again
+
+
+async def _two() -> tuple[int, int]:
+    raise AssertionError("blocking only")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_metadata_grow_with_the_number_of_runs_and_not_faster(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    async with open_saver(kind, where) as bare:
+        saver = RetainingSaver(bare)
+
+        def grow(first: int, last: int) -> int:
+            graph = chat_graph(saver, "full")
+            config: Any = {"configurable": {"thread_id": thread_id}}
+            for turn in range(first, last):
+                graph.invoke(say("hello", f"said-{turn:04}"), config, durability="exit")
+                written = [f"answer-{turn:04}", f"tool-{turn:04}"]
+                saver.record_run(config, f"run-{turn:04}", duration=turn, message_ids=written)
+            return sum(len(json.dumps(c.metadata)) for c in _rows(bare, thread_id))
+
+        half = await SYNC(grow, _count, 0, 30)
+        whole = await SYNC(grow, _count, 30, 60)
+        assert whole <= 2.3 * half
+
+
+async def _count(*_: int) -> int:
     raise AssertionError("blocking only")
