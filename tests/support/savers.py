@@ -38,6 +38,8 @@ ONE_PER_BACKEND = ("memory", "sqlite", "asqlite", "pg", "apg_pool")
 
 Saver = BaseCheckpointSaver[Any]
 
+# No test pulls the plug: what a killed process wrote is kept by the operating system.
+_UNSYNCED = "PRAGMA synchronous = OFF"
 _SETTINGS: dict[str, Any] = {
     "autocommit": True,
     "prepare_threshold": 0,
@@ -85,6 +87,7 @@ async def _memory(stack: AsyncExitStack, where: Where, serde: SerializerProtocol
 async def _sqlite(stack: AsyncExitStack, where: Where, serde: SerializerProtocol | None) -> Saver:
     connection = sqlite3.connect(where.sqlite, check_same_thread=False)
     stack.callback(connection.close)
+    connection.execute(_UNSYNCED)
     saver = SqliteSaver(connection, serde=serde)
     saver.setup()
     return saver
@@ -92,6 +95,7 @@ async def _sqlite(stack: AsyncExitStack, where: Where, serde: SerializerProtocol
 
 async def _asqlite(stack: AsyncExitStack, where: Where, serde: SerializerProtocol | None) -> Saver:
     connection = await stack.enter_async_context(aiosqlite.connect(where.sqlite))
+    await connection.execute(_UNSYNCED)
     saver = AsyncSqliteSaver(connection, serde=serde)
     await saver.setup()
     return saver
