@@ -8,12 +8,13 @@ them over and stands between the kept child and its nearest kept ancestor.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from retaining_saver.branches import Choice
-from retaining_saver.entries import SENDS
+from retaining_saver.entries import FORKED, SENDS
 from retaining_saver.lineage import Namespace, needs
 from retaining_saver.planned import Carry, Graft
 
@@ -30,8 +31,12 @@ class Cut:
     carriers: set[str] = field(default_factory=set)
 
 
-def cut(ns: Namespace, choice: Choice) -> Cut:
-    """Close every gap in one namespace."""
+def cut(ns: Namespace, choice: Choice, replayed: Sequence[Sequence[str]] = ()) -> Cut:
+    """Close every gap in one namespace.
+
+    ``replayed`` are, for the root namespace, the sorted ids that stay of each subgraph that a
+    replay reads as of a root checkpoint.
+    """
     done = Cut()
     made: set[str] = set()
     needed = needs(ns, set(choice.keep))
@@ -42,8 +47,12 @@ def cut(ns: Namespace, choice: Choice) -> Cut:
             continue
         read = frozenset[str]().union(*(needed.get(child, ()) for child in children))
         carry = _carry(ns, choice, stretch, ancestor, children, read)
+        forks = [child for child in children if ns.rows[child].source in FORKED and replayed]
+        if carry is None and _bounds_replays(parent, forks, ancestor, replayed):
+            carry = Carry(ns.name, "", "bound", ancestor, tuple(children), (), {}, {})
         if carry is not None:
-            carry = replace(carry, checkpoint_id=_id_below(carry, made, ns.rows))
+            near = parent if forks else None
+            carry = replace(carry, checkpoint_id=_id_below(carry, made, ns.rows, near))
             made.add(carry.checkpoint_id)
             done.carry.append(carry)
         onto = ancestor if carry is None else carry.checkpoint_id
@@ -117,10 +126,31 @@ def _taken(
     return writes, seeds
 
 
-def _id_below(carry: Carry, made: Collection[str], rows: Collection[str]) -> str:
-    """Make an id so close below the children that nothing a replay looks for lies between."""
+def _bounds_replays(
+    parent: str, forks: list[str], ancestor: str | None, replayed: Sequence[Sequence[str]]
+) -> bool:
+    """Tell whether a replay of a fork would read another state of a subgraph without its parent.
+
+    It reads what was newest before the fork's parent, not before the fork.
+    """
+    return any(
+        bisect_left(ids, parent) != bisect_left(ids, ancestor or fork)
+        for ids in replayed
+        for fork in forks
+    )
+
+
+def _id_below(carry: Carry, made: Collection[str], rows: Collection[str], near: str | None) -> str:
+    """Make an id so close below the children that nothing a replay looks for lies between.
+
+    For forks that is below ``near``, the parent that goes, unless clocks disagreed and its id
+    does not lie between those of the children and the ancestor.
+    """
     child, ancestor = min(carry.children), carry.parent_id
-    chosen = _preceding(child)
+    if near is not None and near < child and (ancestor is None or ancestor < near):
+        chosen = _preceding(near)
+    else:
+        chosen = _preceding(child)
     while chosen in rows or chosen in made:
         chosen = _preceding(chosen)
     if ancestor is not None and ancestor < child and chosen <= ancestor:

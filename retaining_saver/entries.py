@@ -29,6 +29,8 @@ INTERRUPT = "__interrupt__"
 ERROR = "__error__"
 RESUME = "__resume__"
 NULL_TASK_ID = "00000000-0000-0000-0000-000000000000"
+FORKED = ("update", "fork")
+"""Sources of checkpoints that a replay reads subgraphs for as of their parents."""
 
 CARRIER = "carrier"
 """The kind of a synthetic checkpoint that carries what a delta channel needs across a cut."""

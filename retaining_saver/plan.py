@@ -14,7 +14,7 @@ from typing import Protocol
 from retaining_saver.branches import Choice
 from retaining_saver.cut import Cut, cut
 from retaining_saver.entries import StoredThread
-from retaining_saver.lineage import Lineage, Namespace, lineage, time_in
+from retaining_saver.lineage import Lineage, Namespace, is_call, lineage, time_in
 from retaining_saver.planned import (
     RULES,
     Carry,
@@ -174,9 +174,10 @@ def _assembled(
     graft: list[Graft] = []
     carry: list[Carry] = []
     fold: list[Fold] = []
+    replayed = [sorted(c.keep) for n, c in selection.choices.items() if n and not is_call(n)]
     for name, ns in lin.namespaces.items():
         choice = selection.choices[name]
-        gaps = cut(ns, choice)
+        gaps = cut(ns, choice, replayed if name == ROOT_NS else ())
         _list_entries(ns, choice, gaps, keep, drop)
         graft += gaps.graft
         carry += gaps.carry

@@ -45,6 +45,7 @@ RULES: dict[str, str] = {
     "cut": "its parent goes, and no ancestor of it stays",
     "carried": "kept delta channels read what was written in the stretch that goes",
     "shielded": "without it a child of an old format would read foreign pending sends",
+    "bound": "a replay of a fork reads subgraphs as they were before the parent that goes",
     "folded": "what it recorded about runs would be lost with it",
     "reopened": "the run that answered its question is deleted",
     "retried": "the run that repeated its failed task is deleted",

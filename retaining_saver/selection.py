@@ -7,13 +7,13 @@ root checkpoints that stay, and annotations follow the checkpoint they annotate.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
 from retaining_saver.annotated import place_annotations
 from retaining_saver.branches import Choice, chosen, protect
-from retaining_saver.entries import SENDS, StoredCheckpoint
+from retaining_saver.entries import FORKED, SENDS, StoredCheckpoint
 from retaining_saver.lineage import Lineage, Namespace, is_call
 from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import ROOT_NS
@@ -171,7 +171,7 @@ def _newest(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collecti
         return Choice(drop=dict.fromkeys(ns.real, "subgraph_expired"))
     choice = Choice()
     protect(ns, choice, _pinned(ns, pins))
-    for i in () if is_call(ns.name) else _read_by_replays(ns, root):
+    for i in () if is_call(ns.name) else _read_by_replays(ns, roots, root):
         choice.want(i, "read_by_replay")
     choice.drop = {i: "superseded" for i in ns.real if i not in choice.keep}
     return choice
@@ -194,7 +194,7 @@ def _persistent(
     choice = Choice()
     protect(ns, choice, _pinned(ns, pins))
     stored, newest_root = (roots.rows, roots.newest) if roots is not None else ({}, "")
-    read = _read_by_replays(ns, root)
+    read = _read_by_replays(ns, roots, root)
     for i in ns.real:
         started_by = ns.rows[i].root_id
         late = started_by not in stored and i > newest_root
@@ -209,13 +209,25 @@ def _persistent(
     return choice
 
 
-def _read_by_replays(ns: Namespace, root: Choice) -> set[str | None]:
-    """Find what a replay of each kept root checkpoint reads: the newest checkpoint before it."""
+def _read_by_replays(ns: Namespace, roots: Namespace | None, root: Choice) -> set[str | None]:
+    """Find what a replay of each kept root checkpoint reads: the newest checkpoint before it.
+
+    Of a fork it reads the newest before the fork's parent.
+    """
     ids = sorted(i for i in ns.rows if i not in ns.carriers)
     read: set[str | None] = set()
-    for root_id in root.keep:
-        place = bisect_left(ids, root_id)
+    for bound in (*root.keep, *_parents_of_forks(roots, root)):
+        place = bisect_left(ids, bound)
         if place:
             i = ids[place - 1]
             read.add(ns.base[i] if i in ns.annotations else i)
     return read
+
+
+def _parents_of_forks(roots: Namespace | None, root: Choice) -> Iterator[str]:
+    if roots is None:
+        return
+    for i in root.keep:
+        row = roots.rows[i]
+        if row.source in FORKED and row.parent_id is not None:
+            yield row.parent_id
