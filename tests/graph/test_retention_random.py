@@ -247,7 +247,9 @@ async def test_whatever_survives_of_a_random_tree_reads_as_the_model_says(
 ) -> None:
     async with open_retained(kind, where, thread_id, lambda saver: None) as opened:
 
-        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
         @given(
             grown=st.lists(steps, min_size=1, max_size=14),
             policy=policies,
