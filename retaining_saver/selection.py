@@ -101,9 +101,9 @@ def _place_run_annotations(
             choice.keep[i] = "pinned"
         elif base in choice.drop or (row.run_id in run_ids and bare):
             choice.drop[i] = "run"
-        elif choice.drop and bare and (ns.name, i) not in referenced:
-            # It repeats what the thread records of every run, also of those that go.
-            choice.drop[i] = "leaf"
+        elif choice.drop and not row.writes.rows and (ns.name, i) not in referenced:
+            # It may repeat what the thread records of every run, also of those that go.
+            choice.drop[i] = "link" if ns.direct[i] else "leaf"
         else:
             choice.keep[i] = "annotation"
 

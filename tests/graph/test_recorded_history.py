@@ -188,3 +188,29 @@ async def test_metadata_grow_with_the_number_of_runs_and_not_faster(
 
 async def _count(*_: int) -> int:
     raise AssertionError("blocking only")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_no_link_tells_a_run_that_was_deleted(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    async with open_saver(kind, where) as bare:
+        # Nothing is reclaimed, so the next run grows over each leaf, which tells every run so far.
+        saver = RetainingSaver(bare, admission="manual")
+
+        def talk() -> dict[str, int]:
+            graph = chat_graph(saver, "full")
+            named: Any = {"configurable": {"thread_id": thread_id}}
+            for turn in range(4):
+                run_id = f"run-{turn}"
+                graph.invoke(say(f"message {turn}"), {**named, "metadata": {"run_id": run_id}})
+                saver.record_run(named, run_id, duration=turn)
+            saver.delete_for_runs(["run-1"])
+            return saver.run_history(named).durations
+
+        durations = await SYNC(talk, _durations)
+        assert {"run-0": 0, "run-2": 2, "run-3": 3} == durations
+
+
+async def _durations() -> dict[str, int]:
+    raise AssertionError("blocking only")
