@@ -7,11 +7,11 @@ A carrier is a synthetic checkpoint in the shape of the stub that LangGraph itse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from retaining_saver import folds
-from retaining_saver.entries import CARRIER, NULL_TASK_ID
+from retaining_saver.entries import CARRIER
 from retaining_saver.errors import PlanRefused
 from retaining_saver.planned import Carry, Fold, RetentionPlan
 
@@ -19,7 +19,7 @@ Key = tuple[str, str]  # checkpoint_ns, checkpoint_id
 FORMAT = 4
 """The checkpoint format that carriers are written in: sends are channel values, not writes."""
 
-_RENAMED = "00000000-0000-0000-0001-"
+_NAMED = "00000000-0000-0000-0001-"
 
 
 def require(plan: RetentionPlan, stored: Iterable[Key]) -> None:
@@ -139,26 +139,18 @@ def taken_rows(
     """Name the rows of the writes table that a carrier takes over, oldest source first.
 
     ``tasks_at(source, channels)`` returns the ids of the tasks with rows there. Readers order
-    writes by task path, then by task id: the prefix sorts by age, ``~`` after every real path.
-    Rows of the null task would be applied as the carrier's own state; they get ids that sort
-    where the null task's did. So do those of a task that wrote from two sources: they would
-    collide. LangGraph derives a task's id from its checkpoint, but anybody may put writes.
+    writes by task path, then by task id; those of releases before langgraph-checkpoint 4.3, and
+    of SQLite tables without a task path, by task id alone. Both sort by age: the path by its
+    prefix, ``~`` after every real path, the id because it counts up. New ids also keep rows of
+    the null task from being applied as the carrier's own state, and those of a task that wrote
+    from two sources from colliding: LangGraph derives a task's id from its checkpoint, but
+    anybody may put writes.
     """
-    renamed = 0
-    seen: set[str] = set()
+    named = 0
     for number, source in enumerate(carry.sources):
         channels = tuple(c for c, sources in carry.writes.items() if source in sources)
         if not channels:
             continue
         for task_id in sorted(tasks_at(source, channels)):
-            new_task_id = task_id
-            if task_id == NULL_TASK_ID or task_id.startswith(_RENAMED) or task_id in seen:
-                new_task_id = f"{_RENAMED}{renamed:012x}"
-                renamed += 1
-            seen.add(task_id)
-            yield Taken(source, channels, task_id, new_task_id, f"~~{number:010d}")
-
-
-def ordered_by_task(rows: Iterable[Taken]) -> list[Taken]:
-    """Rename tasks so that their ids alone sort by age, for tables without a task path."""
-    return [replace(row, new_task_id=f"{_RENAMED}{n:012x}") for n, row in enumerate(rows)]
+            yield Taken(source, channels, task_id, f"{_NAMED}{named:012x}", f"~~{number:010d}")
+            named += 1

@@ -215,9 +215,7 @@ def _take_writes(thread_id: str, carry: Carry, has_paths: bool) -> Statements[No
     def tasks_at(source: str, channels: tuple[str, ...]) -> set[str]:
         return {task_id for task_id, channel in tasks.get(source, ()) if channel in channels}
 
-    taken = list(rewriting.taken_rows(carry, tasks_at))
-    if not has_paths:
-        taken = rewriting.ordered_by_task(taken)
+    taken = rewriting.taken_rows(carry, tasks_at)
     name, value = (", task_path", f", {_TAKEN[4]} || w.task_path") if has_paths else ("", "")
     rows = [[t.source, t.task_id, t.new_task_id, t.channels, t.prefix] for t in taken]
     for chunk in _chunks(rows):
