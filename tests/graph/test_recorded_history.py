@@ -40,7 +40,7 @@ async def turns(saver: Saver, thread_id: str, count: int, leaf: Any) -> None:
     await SYNC(talk, _never)
 
 
-async def _never() -> None:
+async def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("blocking only")
 
 
@@ -79,17 +79,13 @@ async def test_repeating_the_whole_history_in_each_leaf_does_not_multiply_it(
             told: list[Any] = [c.metadata.get("run_durations", {}) for c in found]
             return [len(durations) for durations in told]
 
-        counts: list[int] = await SYNC(stored, _nothing)
+        counts: list[int] = await SYNC(stored, _never)
         # The head tells all of it; every other checkpoint tells of its own run at most.
         assert 12 == counts[0]
         assert {0, 1} == set(counts[1:])
         history = await SYNC(saver.run_history, saver.arun_history, named)
         assert {f"run-{n}": n for n in range(12)} == history.durations
         assert json.dumps(history.durations)
-
-
-async def _nothing() -> list[Any]:
-    raise AssertionError("blocking only")
 
 
 def snapshots(saver: Saver, thread_id: str) -> int:
@@ -118,19 +114,15 @@ async def test_as_many_snapshots_are_taken_as_without_leaves(
                         saver.record_run(config, f"also-{turn}", duration=turn)
 
         await SYNC(talk, _never)
-        without = await SYNC(snapshots, _none, bare, f"{thread_id}-bare")
+        without = await SYNC(snapshots, _never, bare, f"{thread_id}-bare")
         assert without > 1
         # A leaf on a snapshot copies it; the last turn's may be such a leaf.
-        left = [c for c in await SYNC(_rows, _nothing, bare, thread_id) if not is_leaf(c)]
+        left = [c for c in await SYNC(_rows, _never, bare, thread_id) if not is_leaf(c)]
         assert without == sum(
             type(value).__name__ == "_DeltaSnapshot"
             for c in left
             for value in c.checkpoint["channel_values"].values()
         )
-
-
-async def _none(*_: Any) -> int:
-    raise AssertionError("blocking only")
 
 
 def _rows(saver: Saver, thread_id: str) -> list[Any]:
@@ -157,12 +149,8 @@ async def test_a_run_that_is_entered_again_does_not_repeat_its_input(
             again = graph.invoke(say("hello"), config)
             return len(once["messages"]), len(again["messages"])
 
-        once, again = await SYNC(talk, _two)
+        once, again = await SYNC(talk, _never)
         assert once == again
-
-
-async def _two() -> tuple[int, int]:
-    raise AssertionError("blocking only")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,13 +169,9 @@ async def test_metadata_grow_with_the_number_of_runs_and_not_faster(
                 saver.record_run(config, f"run-{turn:04}", duration=turn, message_ids=written)
             return sum(len(json.dumps(c.metadata)) for c in _rows(bare, thread_id))
 
-        half = await SYNC(grow, _count, 0, 30)
-        whole = await SYNC(grow, _count, 30, 60)
+        half = await SYNC(grow, _never, 0, 30)
+        whole = await SYNC(grow, _never, 30, 60)
         assert whole <= 2.3 * half
-
-
-async def _count(*_: int) -> int:
-    raise AssertionError("blocking only")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,9 +192,5 @@ async def test_no_link_tells_a_run_that_was_deleted(
             saver.delete_for_runs(["run-1"])
             return saver.run_history(named).durations
 
-        durations = await SYNC(talk, _durations)
+        durations = await SYNC(talk, _never)
         assert {"run-0": 0, "run-2": 2, "run-3": 3} == durations
-
-
-async def _durations() -> dict[str, int]:
-    raise AssertionError("blocking only")
