@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -291,18 +290,23 @@ def _chunks(items: Sequence[Any], size: int = CHUNK) -> Iterator[Sequence[Any]]:
 
 
 def _fold(thread_id: str, plan: RetentionPlan) -> Statements[None]:
+    # Run history is older or newer than its target's: one folding takes it all, chunk after chunk.
+    foldings: dict[Key, rewriting.Folding] = {}
     for ns, folds in groupby(plan.fold, key=_namespace):
-        merged: dict[Key, dict[str, Any]] = {}
         for chunk in _chunks(list(folds), CHUNK // 2):  # Each names two.
-            ids = {i for fold in chunk for i in (fold.checkpoint_id, fold.into)}
-            read = yield from _metadata(thread_id, ns, ids - {into for _, into in merged})
-            known = {**read, **merged}
-            merged |= rewriting.merged_metadata(replace(plan, fold=tuple(chunk)), known.__getitem__)
-        for (_, checkpoint_id), metadata in merged.items():
-            yield (
-                Command(_SET_METADATA),
-                {"thread": thread_id, "ns": ns, "id": checkpoint_id, "metadata": _json(metadata)},
-            )
+            new = {fold.into for fold in chunk if (ns, fold.into) not in foldings}
+            ids = new | {fold.checkpoint_id for fold in chunk}
+            read = yield from _metadata(thread_id, ns, ids)
+            for into in new:
+                foldings[ns, into] = rewriting.Folding(into, read[ns, into], plan.keep_runs)
+            for fold in chunk:
+                foldings[ns, fold.into].add(fold, read[ns, fold.checkpoint_id])
+    for (ns, into), folding in foldings.items():
+        metadata = _json(folding.metadata())
+        yield (
+            Command(_SET_METADATA),
+            {"thread": thread_id, "ns": ns, "id": into, "metadata": metadata},
+        )
 
 
 def _metadata(thread_id: str, ns: str, ids: Iterable[str]) -> Statements[dict[Key, dict[str, Any]]]:

@@ -201,6 +201,19 @@ async def test_chunks_and_pages_of_any_size_leave_the_same_rows(
     assert rows_of(ours) == rows_of(small)
 
 
+async def test_the_oldest_runs_are_forgotten_whatever_the_size_of_a_chunk(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await lived(stage, "leaves-full")
+    monkeypatch.setattr(postgres_rewriting, "CHUNK", 2)
+    thread = await stage.call("stored", stage.thread_id, nothing)
+    decided = plan_prune(thread, (), datetime.now(timezone.utc) + LATER, keep_runs=2)
+    assert await stage.call("apply", thread, decided)
+    (left,) = rows_of(stage)["checkpoints"]
+    # The newest run's own leaf is folded whole, beside the two of turns that go.
+    assert {"run-1": 7, "run-2": 7, "run-3": 7} == left[-1]["run_durations"]
+
+
 # Reading
 
 
