@@ -38,12 +38,16 @@ def extend(state: list[Any], writes: Sequence[list[Any]]) -> list[Any]:
     return grown
 
 
+def _reduced(state: Any, writes: Sequence[Any]) -> Any:
+    return _messages_delta_reducer(state, list(writes))
+
+
 class Texts(TypedDict):
     said: Annotated[list[str], DeltaChannel(extend, snapshot_frequency=NEVER)]
 
 
 class Messages(TypedDict):
-    said: Annotated[list[Any], DeltaChannel(_messages_delta_reducer, snapshot_frequency=NEVER)]
+    said: Annotated[list[Any], DeltaChannel(_reduced, snapshot_frequency=NEVER)]
 
 
 STATES: dict[str, tuple[type[Any], Callable[[str], Any], Callable[[str], Any]]] = {
@@ -117,9 +121,13 @@ class _Thread:
         self._turns += 1
 
     def _graph(self, saver: Any) -> Any:
-        builder = StateGraph(self._schema)
-        answer = "It has been told before, in nearly the same words. " * 3
-        builder.add_node("answer", lambda _: {"said": [self._answers(answer)]})
+        builder: Any = StateGraph(self._schema)
+        told = "It has been told before, in nearly the same words. " * 3
+
+        def answer(_state: Any) -> dict[str, Any]:
+            return {"said": [self._answers(told)]}
+
+        builder.add_node("answer", answer)
         builder.add_edge(START, "answer")
         return builder.compile(checkpointer=saver)
 

@@ -4,6 +4,7 @@ Needs a Redis: REDIS_URL, by default the one on this machine.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any, TypedDict
 
 from langchain_core.runnables import RunnableConfig
@@ -16,7 +17,7 @@ from retaining_saver import RedisHistoryCache, RetainingSaver
 URL = os.environ.get("REDIS_URL", "redis://localhost:6379/0")
 
 
-def append(value: list[str], writes: list[list[str]]) -> list[str]:
+def append(value: list[str], writes: Sequence[list[str]]) -> list[str]:
     return value + [line for lines in writes for line in lines]
 
 
