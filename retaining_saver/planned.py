@@ -22,7 +22,7 @@ RULES: dict[str, str] = {
     "pending_sends": "a child of an old format reads its pending sends from it",
     "annotation": "it annotates a checkpoint that stays and cannot be removed now",
     "subgraphs_untouched": "no root checkpoint goes, so no subgraph's does",
-    "call": "the root checkpoint that started its call stays, or is not stored yet",
+    "call": "a checkpoint that started its call stays, or its root one is not stored yet",
     "read_by_replay": "a replay of a kept root checkpoint reads it",
     "started_by_kept": "a kept root checkpoint started it",
     "uncommitted": "the run that started it is unknown, or may not have stored all of its own yet",

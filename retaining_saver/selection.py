@@ -7,7 +7,7 @@ root checkpoints that stay, and annotations follow the checkpoint they annotate.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -19,8 +19,10 @@ from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import ROOT_NS
 
 Key = tuple[str, str]
-# How to choose in a subgraph's namespace, given the root namespace and what was chosen there.
-InSubgraph = Callable[[Namespace, Namespace | None, Choice, Collection[Key]], Choice]
+Choices = Mapping[str, Choice]
+# How to choose in a subgraph's namespace, given the root namespace and what was chosen there and
+# in the other namespaces that enclose it.
+InSubgraph = Callable[[Namespace, Namespace | None, Choices, Collection[Key]], Choice]
 
 
 @dataclass(slots=True)
@@ -144,11 +146,11 @@ def _finished(
 ) -> Selection:
     """Complete the root's choice, and choose in every other namespace accordingly."""
     referenced = {pair for row in lin.thread.checkpoints for pair in row.parents}
-    choices: dict[str, Choice] = {}
+    choices = {ROOT_NS: root}
     roots = lin.namespaces.get(ROOT_NS)
-    for name in sorted(lin.namespaces):  # The root namespace sorts first.
+    for name in sorted(lin.namespaces):  # What encloses sorts before what is enclosed.
         ns = lin.namespaces[name]
-        choice = root if name == ROOT_NS else subgraph(ns, roots, root, pins)
+        choice = root if name == ROOT_NS else subgraph(ns, roots, choices, pins)
         _keep_pending_sends(ns, choice)
         place_annotations(ns, choice, _pins_in(ns, pins), referenced, annotations)
         choices[name] = choice
@@ -159,15 +161,20 @@ def _untouched(ns: Namespace, *_: object) -> Choice:
     return Choice(keep=dict.fromkeys(ns.real, "subgraphs_untouched"))
 
 
-def _in_use(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]) -> Choice:
+def _in_use(
+    ns: Namespace, roots: Namespace | None, choices: Choices, pins: Collection[Key]
+) -> Choice:
     if is_call(ns.name):
-        return _call(ns, roots, root, pins)
-    return _persistent(ns, roots, root, pins)
+        return _call(ns, roots, choices, pins)
+    return _persistent(ns, roots, choices[ROOT_NS], pins)
 
 
-def _newest(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]) -> Choice:
+def _newest(
+    ns: Namespace, roots: Namespace | None, choices: Choices, pins: Collection[Key]
+) -> Choice:
     """Keep the newest of a namespace, unless it is a call's that goes with its caller."""
-    if is_call(ns.name) and not _call(ns, roots, root, pins).keep:
+    root = choices[ROOT_NS]
+    if is_call(ns.name) and not _call(ns, roots, choices, pins).keep:
         return Choice(drop=dict.fromkeys(ns.real, "subgraph_expired"))
     choice = Choice()
     protect(ns, choice, _pinned(ns, pins))
@@ -177,15 +184,24 @@ def _newest(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collecti
     return choice
 
 
-def _call(ns: Namespace, roots: Namespace | None, root: Choice, pins: Collection[Key]) -> Choice:
+def _call(
+    ns: Namespace, roots: Namespace | None, choices: Choices, pins: Collection[Key]
+) -> Choice:
     if roots is None or ns.newest > roots.newest:
         # Newer than anything in the root namespace: whoever called has not finished.
         return Choice(keep=dict.fromkeys(ns.real, "uncommitted"))
     for row in ns.rows.values():
         pinned = (ns.name, row.checkpoint_id) in pins or any(p in pins for p in row.parents)
-        if pinned or row.root_id not in root.drop:
+        if pinned or row.root_id not in choices[ROOT_NS].drop or _is_called(row, choices):
             return Choice(keep=dict.fromkeys(ns.real, "call"))
     return Choice(drop=dict.fromkeys(ns.real, "subgraph_expired"))
+
+
+def _is_called(row: StoredCheckpoint, choices: Choices) -> bool:
+    # The head of a subgraph that keeps its state outlives the root checkpoint that it ran under.
+    # If it waits inside this call, whoever resumes it goes on here.
+    enclosing = ((name, i) for name, i in row.parents if name != ROOT_NS)
+    return any(name in choices and i in choices[name].keep for name, i in enclosing)
 
 
 def _persistent(

@@ -54,3 +54,48 @@ async def test_a_replayed_fork_reads_its_subgraphs_as_before_the_parent_that_wen
         answer: Any = Command(resume="b")
         assert said(await twin.on_bare.say(answer)) == said(await thread.on_ours.say(answer))
         assert timeless(await twin.on_bare.state()) == timeless(await thread.on_ours.state())
+
+
+def _waiting_below(saver: Any, ran: list[str]) -> Any:
+    """Build a persistent subgraph that waits inside a subgraph of its own."""
+
+    def begin(state: Any) -> Any:
+        ran.append("begins")
+        return {"log": ["begun"]}
+
+    asks = StateGraph(_Log)
+    asks.add_node("begins", begin)
+    asks.add_node("asks", lambda state: {"log": [interrupt("which?")]})
+    asks.add_edge(START, "begins")
+    asks.add_edge("begins", "asks")
+    child = StateGraph(_Log)
+    child.add_node("calls", asks.compile())
+    child.add_edge(START, "calls")
+    builder = StateGraph(_Log)
+    builder.add_node("remembers", child.compile(checkpointer=True))
+    builder.add_edge(START, "remembers")
+    return builder.compile(checkpointer=saver)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_inside_a_subgraph_that_waits_outlives_the_root_checkpoint_it_ran_under(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    """A persistent subgraph's head stays, and goes on in its call when a later turn resumes it."""
+    ran: list[str] = []
+
+    def builder(saver: Any) -> Any:
+        return _waiting_below(saver, ran)
+
+    async with open_retained(kind, where, thread_id, builder) as thread:
+        await thread.on_bare.say({"log": ["one"]})
+        await thread.on_bare.say({"log": ["two"]}, interrupt_before=["remembers"])
+        twin = await thread.copied("twin")
+        await thread.do("prune", [thread_id])
+        ran.clear()
+        later: tuple[Any, ...] = (None, Command(resume="a"))
+        for given in later:
+            assert said(await twin.on_bare.say(given)) == said(await thread.on_ours.say(given))
+            assert timeless(await twin.on_bare.state()) == timeless(await thread.on_ours.state())
+        # What had run before the question is not run again.
+        assert [] == ran
