@@ -21,6 +21,7 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from retaining_saver.backends.base import Row
 from retaining_saver.backends.opaque import UnreadableCheckpoint
 from tests.contract.stage import Stage, backend_of, checkpoint, open_stage, versions_of
+from tests.support import releases
 from tests.support.faces import ASYNC, SYNC, Face
 from tests.support.savers import Where
 
@@ -226,7 +227,8 @@ async def test_a_read_only_database_from_before_task_paths_is_read(
     async with open_stage("sqlite", where, thread_id, SYNC) as stage:
         leaf, _ = await stage.leaf_and_parent()
     with closing(sqlite3.connect(where.sqlite)) as conn:
-        conn.execute("ALTER TABLE writes DROP COLUMN task_path")
+        if releases.SQLITE_KEEPS_TASK_PATHS:
+            conn.execute("ALTER TABLE writes DROP COLUMN task_path")
     uri = f"file:{where.sqlite}?mode=ro"
     with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as conn:
         saver = SqliteSaver(conn)

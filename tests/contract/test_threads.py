@@ -27,6 +27,7 @@ from retaining_saver.planned import Entry, RetentionPlan
 from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import Ref
 from tests.contract.stage import Dump, Stage, open_stage
+from tests.support import releases
 from tests.support.faces import Face, faces_of
 from tests.support.graphs import say
 from tests.support.histories import BY_NAME, HISTORIES, History, Talk
@@ -419,12 +420,12 @@ async def test_later_runs_and_forks_equal_those_of_an_untouched_twin(
 def _said(output: dict[str, Any]) -> dict[str, Any]:
     # The ids of questions that are asked anew differ from run to run.
     asked = [question.value for question in output.get("__interrupt__", ())]
-    return {**output, "__interrupt__": asked}
+    return {**releases.in_told_order(output), "__interrupt__": asked}
 
 
 def _timeless(state: Any) -> tuple[Any, ...]:
     tasks = [(t.name, [i.value for i in t.interrupts], t.error, t.result) for t in state.tasks]
-    return (state.values, state.next, tasks)
+    return (releases.in_told_order(state.values), state.next, tasks)
 
 
 @pytest.mark.parametrize("name", PLANNERS)

@@ -19,7 +19,7 @@ from langgraph.types import Command
 
 from retaining_saver import RetentionPolicy
 from retaining_saver.planned import RetentionPlan
-from tests.support import graphs
+from tests.support import graphs, releases
 from tests.support.faces import faces_of
 from tests.support.histories import HISTORIES, History, Talk
 from tests.support.retained import (
@@ -178,7 +178,7 @@ MORE = [
     History("failed", _failing, _left_failed, (None, {"log": ["more"]})),
     History("forked-deltas", graphs.two_delta_graph, _forked_deltas, _LOGGED),
 ]
-if graphs.KEEPS_RAW_INPUT:
+if releases.KEEPS_RAW_INPUT:
     MORE.append(History("raw", graphs.raw_pregel, _raw, (["v"], ["w"])))
 
 POLICIES: dict[str, RetentionPolicy] = {

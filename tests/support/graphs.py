@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
+from langchain_core.runnables.config import RunnableConfig, var_child_runnable_config
 from langgraph.channels.delta import DeltaChannel
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
@@ -19,9 +20,6 @@ Mode = Literal["full", "delta"]
 MODES: tuple[Mode, ...] = ("full", "delta")
 SNAPSHOT_FREQUENCY = 5
 TOOL_OUTPUT_BYTES = 3_000
-
-# LangGraph before 1.2.15 does not store what a raw graph is given for a delta channel.
-KEEPS_RAW_INPUT = tuple(int(n) for n in version("langgraph").split(".")[:3]) >= (1, 2, 15)
 
 
 def merge_messages(state: list[AnyMessage], writes: Sequence[Any]) -> list[AnyMessage]:
@@ -165,7 +163,22 @@ def _appending(name: str, append: Callable[[], list[str]], ran: list[str] | None
             ran.append(name)
         return {"log": append()}
 
-    return node
+    return in_context(node)
+
+
+def in_context(node: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Let a node ask, or call a graph, in async runs too.
+
+    Before Python 3.11 tasks take no context, so there LangGraph hands it over only as an argument.
+    """
+    if sys.version_info >= (3, 11):
+        return node
+
+    def with_context(state: Any, config: RunnableConfig) -> Any:
+        var_child_runnable_config.set(config)
+        return node(state)
+
+    return with_context
 
 
 def _ask() -> list[str]:
@@ -195,18 +208,18 @@ def _asked(state: Any) -> list[str]:
 def _log_graph(mode: Mode, add: Callable[[Any], list[str]], *, persistent: bool = False) -> Any:
     builder = StateGraph(_LOGS[mode])
     builder.add_node("notes", lambda state: {"log": ["n"]})
-    builder.add_node("adds", lambda state: {"log": add(state)})
+    builder.add_node("adds", in_context(lambda state: {"log": add(state)}))
     builder.add_edge(START, "notes")
     builder.add_edge("notes", "adds")
     return builder.compile(checkpointer=True if persistent else None)
 
 
-def _help(child: Any) -> Callable[[Any], Any]:
+def _help(child: Any) -> Callable[..., Any]:
     def helps(state: Any) -> Any:
         done = child.invoke({"log": ["call"]})
         return {"log": done["log"][-1:]}
 
-    return helps
+    return in_context(helps)
 
 
 def raw_pregel(saver: Any) -> Any:

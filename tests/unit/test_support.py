@@ -7,7 +7,7 @@ import redis
 from langchain_core.runnables import RunnableConfig
 from langgraph.types import Command
 
-from tests.support import graphs
+from tests.support import graphs, releases
 from tests.support.faces import Face, kinds_and_faces
 from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.savers import KINDS, Where, open_saver
@@ -97,7 +97,7 @@ async def test_a_raw_graph_writes_its_input_into_the_delta_channel(
         done = graph.invoke(["b"], _config(thread_id))
     kept = {"log": ["a", "b"], "answers": ["seen-1", "seen-2"]}
     lost = {"log": ["b"], "answers": ["seen-1", "seen-1"]}
-    assert (kept if graphs.KEEPS_RAW_INPUT else lost) == done
+    assert (kept if releases.KEEPS_RAW_INPUT else lost) == done
 
 
 async def test_an_empty_place_holds_no_other_threads(empty_where: Where, where: Where) -> None:
