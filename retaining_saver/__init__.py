@@ -2,7 +2,7 @@
 
 from retaining_saver.admission import Admission
 from retaining_saver.annotations import RunHistory
-from retaining_saver.backends import register_backend
+from retaining_saver.backends import Backend, register_backend
 from retaining_saver.backends.retention import StorageStats
 from retaining_saver.caches import (
     CacheStats,
@@ -37,15 +37,18 @@ from retaining_saver.events import (
     ThreadRetained,
     log_hook,
 )
+from retaining_saver.hooks.otel import OpenTelemetryHook
+from retaining_saver.hooks.prometheus import PrometheusHook
 from retaining_saver.leaves import classify_duration
 from retaining_saver.pins import MemoryPins, Pin, PinRegistry, StorePins
-from retaining_saver.planned import RetentionPlan
+from retaining_saver.planned import Entry, RetentionPlan
 from retaining_saver.policy import RetentionPolicy
 from retaining_saver.retention import RetentionReport
 from retaining_saver.saver import RetainingSaver
 
 __all__ = [
     "Admission",
+    "Backend",
     "CacheFailed",
     "CacheStats",
     "ChannelModeMismatchError",
@@ -54,6 +57,7 @@ __all__ = [
     "CheckpointParentMissingError",
     "CheckpointReclaimedError",
     "DeleteFailed",
+    "Entry",
     "Event",
     "Folded",
     "HistoryCache",
@@ -62,12 +66,14 @@ __all__ = [
     "LeafTagged",
     "MemoryHistoryCache",
     "MemoryPins",
+    "OpenTelemetryHook",
     "Pin",
     "PinFailed",
     "PinRegistry",
     "PinsFullError",
     "PlanRefused",
     "PolicyError",
+    "PrometheusHook",
     "Readdressed",
     "Reclaimed",
     "RedisHistoryCache",
