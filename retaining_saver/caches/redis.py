@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sqlite3
 import threading
 import time
 import uuid
@@ -78,7 +80,7 @@ class RedisHistoryCache:
       kept, oldest first out.
     - ``database`` tells apart databases that share one Redis. Without it, it is taken from the
       saver's connection, without user and password: processes that connect under different host
-      names must give one.
+      names must give one, and those whose saver does not say (``AsyncSqliteSaver``).
     - A Redis that is down costs hits and one log line per outage. A purge that fails raises.
 
     Needs the extra ``redis``. Close it, on each event loop that used it, with ``aclose``.
@@ -384,8 +386,14 @@ def _reads_bytes(client: Any) -> Any:
 
 
 def database_of(saver: BaseCheckpointSaver[Any]) -> str:
-    """Name the database behind a Postgres saver by what its connection says, without secrets."""
+    """Name the database behind a saver by what its connection says, without secrets.
+
+    Postgres is named by where it is, SQLite by its file. A saver that does not say gets a name that
+    nobody else has: its histories are cached, but shared with no other process.
+    """
     connection = getattr(saver, "conn", None)
+    if isinstance(connection, sqlite3.Connection) and (path := _file_of(connection)):
+        return f"sqlite-{sha256(path.encode()).hexdigest()[:12]}"
     info = getattr(connection, "info", None)
     settings: dict[str, Any] | None = None
     if info is not None and hasattr(info, "get_parameters"):
@@ -395,14 +403,26 @@ def database_of(saver: BaseCheckpointSaver[Any]) -> str:
 
         settings = conninfo_to_dict(conninfo)
     if settings is None:
-        raise ValueError(
-            f"RedisHistoryCache cannot tell which database {type(saver).__name__} uses; "
-            f"give it a name of your own: RedisHistoryCache(..., database='...')."
+        logger.warning(
+            "RedisHistoryCache cannot tell which database %s uses, so no other process shares its "
+            "entries; give it a name: RedisHistoryCache(..., database='...')",
+            type(saver).__name__,
         )
+        return f"private-{uuid.uuid4().hex}"
     # The user names the database where nothing else does.
     name = str(settings.get("dbname") or settings.get("user") or "")
     where = [str(settings.get(key) or default) for key, default in _WHERE]
     return f"{name}-{sha256(repr([name, *where]).encode()).hexdigest()[:12]}"
+
+
+def _file_of(connection: sqlite3.Connection) -> str | None:
+    """Return the path of a SQLite database, ``None`` for one in memory."""
+    try:
+        rows = connection.execute("PRAGMA database_list").fetchall()
+        return next((os.path.realpath(row[2]) for row in rows if row[1] == "main" and row[2]), None)
+    except (sqlite3.Error, LookupError):
+        # Made in another thread, closed, or with rows of another form.
+        return None
 
 
 _WHERE = (("host", ""), ("hostaddr", ""), ("port", "5432"), ("service", ""), ("options", ""))

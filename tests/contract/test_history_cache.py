@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.postgres import PostgresSaver
 from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from langgraph.checkpoint.sqlite import SqliteSaver
 
 from retaining_saver.caches import (
     Epoch,
@@ -551,9 +553,23 @@ def test_a_database_is_named_without_its_password() -> None:
     assert "hunter2" not in names[0]
 
 
-def test_a_saver_that_does_not_say_its_database_needs_a_name() -> None:
+def test_a_sqlite_database_is_named_by_its_file(tmp_path: Path) -> None:
+    names = []
+    for file in ("one.sqlite", "one.sqlite", "other.sqlite", ":memory:", ":memory:"):
+        where = file if file == ":memory:" else str(tmp_path / file)
+        with SqliteSaver.from_conn_string(where) as saver:
+            names.append(database_of(saver))
+    assert names[0] == names[1] != names[2]
+    assert names[3] != names[4]
+    assert str(tmp_path) not in names[0]
+
+
+def test_a_saver_that_does_not_say_its_database_shares_with_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cache = RedisHistoryCache("redis://localhost")
-    with pytest.raises(ValueError, match="database="):
-        cache.for_saver(InMemorySaver())
+    one, other = (cache.for_saver(InMemorySaver())._keys("t") for _ in range(2))
+    assert one != other
+    assert "database=" in caplog.text
     named = RedisHistoryCache("redis://localhost", database="mine")
     assert named is named.for_saver(InMemorySaver())
