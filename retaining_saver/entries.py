@@ -32,6 +32,9 @@ NULL_TASK_ID = "00000000-0000-0000-0000-000000000000"
 FORKED = ("update", "fork")
 """Sources of checkpoints that a replay reads subgraphs for as of their parents."""
 
+_FOREIGN_DELTA = "delta_writes_versioned"
+"""LangGraph.js marks with it the threads of graphs with delta channels, and has no counters."""
+
 CARRIER = "carrier"
 """The kind of a synthetic checkpoint that carries what a delta channel needs across a cut."""
 LEGACY = "legacy"
@@ -151,6 +154,7 @@ class ThreadRecords:
         self._matches = matches
         self._pool: dict[Any, Any] = {}
         self._checkpoints: list[StoredCheckpoint] = []
+        self._foreign: str | None = None
 
     def add(
         self,
@@ -175,6 +179,8 @@ class ThreadRecords:
         the channels that a reader of the saver finds a value of, a null one too (a thread that
         waits stores ``branch:to:*`` as null), but for an empty list of sends.
         """
+        if _FOREIGN_DELTA in metadata:
+            self._foreign = checkpoint_id
         versions: Mapping[str, Any] = body.get("channel_versions") or {}
         claim = kind_of(checkpoint_id, metadata) or (
             LEGACY if has_legacy_marker(metadata) else None
@@ -216,7 +222,13 @@ class ThreadRecords:
     ) -> StoredThread:
         """Return everything added, ordered by namespace and id."""
         ordered = sorted(self._checkpoints, key=lambda c: (c.checkpoint_ns, c.checkpoint_id))
-        return StoredThread(self._thread_id, tuple(ordered), tuple(orphan_writes), tuple(problems))
+        found = [*problems]
+        if self._foreign is not None:
+            found.append(
+                f"Checkpoint {self._foreign} is LangGraph.js's, whose delta channels leave no "
+                "trace of what they read."
+            )
+        return StoredThread(self._thread_id, tuple(ordered), tuple(orphan_writes), tuple(found))
 
     def _one(self, value: Any) -> Any:
         # The type belongs to the key: 1, 1.0 and True are equal.

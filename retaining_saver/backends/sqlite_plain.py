@@ -19,7 +19,13 @@ FORMAT = 4
 """The first checkpoint format whose checkpoints do not need their parents' writes."""
 
 # What delta channels, annotations and carriers leave in metadata.
-_TELLTALES = ("counters_since_delta_snapshot", MARK, *HISTORY_MAPS, LEGACY_MARKER)
+_TELLTALES = (
+    "counters_since_delta_snapshot",
+    "delta_writes_versioned",
+    MARK,
+    *HISTORY_MAPS,
+    LEGACY_MARKER,
+)
 _TELLS = " OR ".join(f"""instr(CAST(c.metadata AS TEXT), '"{word}"')""" for word in _TELLTALES)
 
 _NAMED = "thread_id = :thread_id AND checkpoint_ns = :ns AND checkpoint_id = :id"

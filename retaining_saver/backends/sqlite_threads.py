@@ -167,8 +167,8 @@ class _Reading:
 
     def thread(self, orphans: Iterable[OrphanWrites]) -> StoredThread:
         """Return everything that was read."""
-        thread = self.records.thread(orphan_writes=orphans)
-        return replace(thread, problems=(*self.problems, *self._unmovable(thread)))
+        thread = self.records.thread(orphan_writes=orphans, problems=self.problems)
+        return replace(thread, problems=(*thread.problems, *self._unmovable(thread)))
 
     def _unmovable(self, thread: StoredThread) -> Iterator[str]:
         if not self.fixed:

@@ -44,9 +44,13 @@ class _Log(TypedDict):
 
 def _remembering(saver: Any) -> Any:
     """Build a graph whose only node is a persistent subgraph that counts, then asks."""
+
+    def counts(state: Any) -> dict[str, Any]:
+        return {"log": [f"r{len(state['log'])}"]}
+
     child = StateGraph(_Log)
-    child.add_node("counts", lambda state: {"log": [f"r{len(state['log'])}"]})
-    child.add_node("asks", lambda state: {"log": [interrupt("which?")]})
+    child.add_node("counts", counts)
+    child.add_node("asks", graphs.in_context(lambda state: {"log": [interrupt("which?")]}))
     child.add_edge(START, "counts")
     child.add_edge("counts", "asks")
     builder = StateGraph(_Log)
@@ -87,7 +91,7 @@ def _waiting_below(saver: Any, ran: list[str]) -> Any:
 
     asks = StateGraph(_Log)
     asks.add_node("begins", begin)
-    asks.add_node("asks", lambda state: {"log": [interrupt("which?")]})
+    asks.add_node("asks", graphs.in_context(lambda state: {"log": [interrupt("which?")]}))
     asks.add_edge(START, "begins")
     asks.add_edge("begins", "asks")
     child = StateGraph(_Log)
@@ -159,7 +163,7 @@ def _of_everything(saver: Any, ran: list[str]) -> Any:
             ran.append(name)
             return write(state)
 
-        builder.add_node(name, node)
+        builder.add_node(name, graphs.in_context(node))
 
     def subgraph(name: str, asks: str, below: Any = None) -> Any:
         def end(state: Any) -> Any:
@@ -250,6 +254,7 @@ class _Story:
         policy = self._policy()
         before = {i: shown(await self.one.on_ours.state(i)) for i, _ in self.pairs}
         rest = await _newest(self.one)
+        once = self.one.dump()
         for _ in range(2):
             once = self.one.dump()
             if policy is None:

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from langgraph.checkpoint.base import empty_checkpoint
 from langgraph.types import Command
 
+from retaining_saver import RetainingSaver, RetentionPolicy
 from tests.support import graphs
+from tests.support.faces import SYNC
 from tests.support.histories import BY_NAME
 from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.retained import (
@@ -21,7 +24,7 @@ from tests.support.retained import (
     shown,
     timeless,
 )
-from tests.support.savers import Where
+from tests.support.savers import Where, open_saver
 from tests.support.threads import dangling, face_of, named
 
 KINDS = ("memory", "sqlite", "pg")
@@ -184,3 +187,33 @@ async def test_pruning_by_deletion_leaves_nothing_of_the_named_threads(
         await thread.do("prune", [thread_id], strategy=strategy)
         assert [] == [row for rows in thread.dump().values() for row in rows]
         assert kept == other.dump()
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "pg"])
+async def test_a_thread_of_langgraph_js_delta_channels_is_left_alone(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    # It keeps no counters and no Python snapshots: nothing tells what its channels need.
+    async with open_saver(kind, where) as bare:
+        saver = RetainingSaver(bare)
+
+        def story() -> tuple[list[str], list[str]]:
+            config: Any = named(thread_id, checkpoint_ns="")
+            for step in range(3):
+                checkpoint: Any = empty_checkpoint()
+                checkpoint["v"] = 4
+                metadata: Any = {"source": "loop", "step": step, "delta_writes_versioned": True}
+                config = bare.put(config, checkpoint, metadata, {})
+            before = [c.checkpoint["id"] for c in bare.list(named(thread_id))]
+            saver.prune([thread_id])
+            report = saver.enforce_thread_retention(thread_id, RetentionPolicy(keep_last_turns=1))
+            assert report.problems
+            return before, [c.checkpoint["id"] for c in bare.list(named(thread_id))]
+
+        before, after = await SYNC(story, _unused)
+        assert 3 == len(before)
+        assert before == after
+
+
+async def _unused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the saver has a blocking face")
