@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint import base as checkpoint_base
 from langgraph.checkpoint.base import (
     BaseCheckpointSaver,
     CheckpointTuple,
     DeltaChannelHistory,
     PendingWrite,
 )
+from langgraph.checkpoint.memory import InMemorySaver
 
 from retaining_saver._steps import Steps, call
 from retaining_saver.caches.base import Epoch, HistoryCache, HistoryKey
@@ -41,6 +43,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("retaining_saver")
+
+# Before langgraph-checkpoint 4.3 the memory saver's walk sorts writes, which its tuples do not.
+_WALKS_BY_TASK = not hasattr(checkpoint_base, "writes_sort_key")
 
 MAX_STEPS = 32
 """How many checkpoints are looked at on the way to a cached ancestor; then the saver walks."""
@@ -407,8 +412,12 @@ class _Read:
     def _tuple(self, checkpoint_id: str | None) -> Steps[CheckpointTuple | None]:
         config = self._at(checkpoint_id)
         stored = yield from call(self.inner.get_tuple, self.inner.aget_tuple, config)
-        if stored is not None:
-            self.readers.saw(stored)
+        if stored is None:
+            return None
+        self.readers.saw(stored)
+        if _WALKS_BY_TASK and isinstance(self.inner, InMemorySaver):
+            by_task = sorted(stored.pending_writes or (), key=lambda write: write[0])
+            return stored._replace(pending_writes=by_task)
         return stored
 
     # Without effects.

@@ -175,6 +175,12 @@ class Stage:
         columns = f"checkpoint_id, task_id, channel, {'task_path' if has_paths else repr('')}"
         return sorted(self._select(f"SELECT {columns} FROM {table} WHERE thread_id = ?"))
 
+    @property
+    def path(self) -> str:
+        """The task path that is stored of the writes that ``put_write`` puts."""
+        keeps = releases.SQLITE_KEEPS_TASK_PATHS or not self.kind.endswith("sqlite")
+        return "~path" if keeps else ""
+
     def delete_row(self, checkpoint_id: str) -> None:
         """Delete one checkpoint and nothing else, as no method of a saver does."""
         if isinstance(self.saver, InMemorySaver):

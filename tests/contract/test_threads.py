@@ -410,11 +410,17 @@ async def test_later_runs_and_forks_equal_those_of_an_untouched_twin(
         for given in history.later:
             assert _said(await other.say(given)) == _said(await one.say(given)), name
             assert _timeless(await other.state()) == _timeless(await one.state()), name
-        for at in (await one.ids())[:4:3]:
+        for at in (await one.ids())[:4:3] if _forks_are_told(history) else ():
             if at in await other.ids():
                 expected = _said(await other.say(history.later[-1], at=at))
                 assert expected == _said(await one.say(history.later[-1], at=at)), (name, at)
                 assert _timeless(await other.state()) == _timeless(await one.state()), name
+
+
+def _forks_are_told(history: History) -> bool:
+    # Older releases read the writes that moved to a fork's parent into the fork, as they do
+    # those that an exiting run stored there at once.
+    return releases.SNAPSHOTS_BRANCHES or history.name != "exit-leaves-delta"
 
 
 def _said(output: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from langgraph.types import Command
 
 from retaining_saver import RetentionPolicy
 from retaining_saver.errors import CheckpointNotFoundError
-from tests.support import graphs
+from tests.support import graphs, releases
 from tests.support.histories import BY_NAME
 from tests.support.retained import Retained, is_carrier, key_of, open_retained, shown
 from tests.support.savers import Saver, Where
@@ -350,6 +350,10 @@ async def test_forks_from_where_a_links_writes_went_equal_those_of_an_untouched_
         moved = [g.parent_id for g in report.grafted if g.moves_writes]
         assert moved
         for at in moved:
+            read = [await talk.state(at) for talk in (twin.on_bare, thread.on_ours)]
+            assert read[0].values == read[1].values
+            if not releases.SNAPSHOTS_BRANCHES:
+                continue  # Older releases read the writes that moved there into the fork.
             for durability in ("sync", "exit"):
                 outputs = [
                     await talk.say(graphs.say("fork"), at=at, durability=durability)
@@ -395,4 +399,6 @@ async def test_a_copied_head_keeps_what_was_carried(
         for talk in (thread.on_ours, twin.on_bare):
             await talk.update(None, as_node="__copy__")
             await talk.say({"log": ["on"], "notes": []})
-        assert (await twin.on_bare.state()).values == (await thread.on_ours.state()).values
+        states = [await talk.state() for talk in (twin.on_bare, thread.on_ours)]
+        expected, found = (releases.in_told_order(state.values) for state in states)
+        assert expected == found

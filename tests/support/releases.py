@@ -19,6 +19,12 @@ KEEPS_RAW_INPUT = _at_least("langgraph", 1, 2, 15)
 MARKS_LATE_EXIT_WRITES = _at_least("langgraph", 1, 2, 15)
 """What an exiting run wrote in later steps sorts after what its first step's tasks wrote."""
 
+SNAPSHOTS_BRANCHES = _at_least("langgraph", 1, 2, 15)
+"""A branch snapshots the delta channels that its checkpoint has writes of.
+
+In older releases it also reads those writes, which belong to the branch that was there before.
+"""
+
 ORDERS_BY_TASK_PATH = _at_least("langgraph-checkpoint", 4, 3, 0)
 """Savers return a superstep's writes in the order in which the run applied them.
 

@@ -18,6 +18,7 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from retaining_saver import RetainingSaver
 from retaining_saver.backends import find_backend
+from tests.support import releases
 from tests.support.faces import faces_of
 from tests.support.histories import Talk
 from tests.support.savers import Saver, Where, open_saver
@@ -270,13 +271,13 @@ def shown(state: Any) -> tuple[Any, ...]:
 def timeless(state: Any) -> tuple[Any, ...]:
     """Keep of a state snapshot what two equal runs on two threads share."""
     tasks = [(t.name, [i.value for i in t.interrupts], t.error, t.result) for t in state.tasks]
-    return (state.values, state.next, tasks)
+    return (releases.in_told_order(state.values), state.next, tasks)
 
 
 def said(output: Any) -> Any:
     """Keep of a run's output what two equal runs on two threads share."""
     asked = [question.value for question in output.get("__interrupt__", ())]
-    return {**output, "__interrupt__": asked}
+    return {**releases.in_told_order(output), "__interrupt__": asked}
 
 
 def lines(found: Iterable[CheckpointTuple]) -> dict[Key, list[str]]:
