@@ -204,6 +204,21 @@ def _starts_turn(row: StoredCheckpoint, parent: StoredCheckpoint | None) -> bool
     return row.start_version != parent.start_version and parent.source != "input"
 
 
+def begins_the_thread(ns: Namespace) -> bool:
+    """Tell whether the oldest checkpoint of a namespace may be the first that it ever had.
+
+    A first turn leaves ``__start__`` at its second version at most: the input, and its consumption.
+    Where nothing tells, it may be.
+    """
+    oldest = ns.rows[min(ns.real)]
+    if oldest.parent_id is not None:
+        return False
+    try:
+        return oldest.start_version is None or int(str(oldest.start_version).split(".")[0]) <= 2
+    except ValueError:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """A whole thread: its namespaces by name, and the sentences on what is broken."""

@@ -14,7 +14,14 @@ from typing import Protocol
 from retaining_saver.branches import Choice
 from retaining_saver.cut import Cut, cut
 from retaining_saver.entries import StoredThread
-from retaining_saver.lineage import Lineage, Namespace, is_call, lineage, time_in
+from retaining_saver.lineage import (
+    Lineage,
+    Namespace,
+    begins_the_thread,
+    is_call,
+    lineage,
+    time_in,
+)
 from retaining_saver.planned import (
     RULES,
     Carry,
@@ -117,12 +124,15 @@ def plan_without_runs(
 ) -> RetentionPlan:
     """Plan to remove the checkpoints of some runs; what other runs left reads as before.
 
-    A checkpoint that loses its last child is open again: see ``Rollback``.
+    A checkpoint that loses its last child is open again: see ``Rollback``. Where nothing of the
+    conversation would be left, because retention has removed what was before, nothing is.
     """
     lin, named = lineage(thread), _keys(pins)
     if lin.problems:
         return _refused(lin)
     selection = without_runs(lin, frozenset(run_ids), named)
+    if _takes_all_that_is_left(lin, selection):
+        return _refused(lin, "all_that_is_left", _NOTHING_LEFT)
     back = tuple(_rollbacks(lin, selection))
     return _assembled(lin, selection, _orphans(lin, now, grace), rollback=back)
 
@@ -141,10 +151,23 @@ def _is_idle(lin: Lineage, policy: RetentionPolicy, pins: Collection[Key], now: 
     return now - last >= limit and (policy.delete_waiting or not lin.waits())
 
 
-def _refused(lin: Lineage) -> RetentionPlan:
+def _takes_all_that_is_left(lin: Lineage, selection: Selection) -> bool:
+    root = lin.namespaces.get(ROOT_NS)
+    if root is None or not root.real or begins_the_thread(root):
+        return False
+    return selection.choices[ROOT_NS].drop.keys() >= set(root.real)
+
+
+_NOTHING_LEFT = (
+    "The runs wrote all that retention has left of the thread; without them the conversation would "
+    "be lost. Use delete_thread if that is meant."
+)
+
+
+def _refused(lin: Lineage, reason: str = "broken", *problems: str) -> RetentionPlan:
     thread = lin.thread
-    keep = (Entry(c.checkpoint_ns, c.checkpoint_id, "broken") for c in thread.checkpoints)
-    return RetentionPlan(thread.thread_id, tuple(keep), problems=lin.problems)
+    keep = (Entry(c.checkpoint_ns, c.checkpoint_id, reason) for c in thread.checkpoints)
+    return RetentionPlan(thread.thread_id, tuple(keep), problems=(*lin.problems, *problems))
 
 
 def _whole_thread(lin: Lineage, orphans: tuple[Entry, ...]) -> RetentionPlan:

@@ -29,6 +29,7 @@ RULES: dict[str, str] = {
     "carrier": "it carries what a kept checkpoint's delta channels need",
     "other_run": "it belongs to none of the deleted runs",
     "broken": "the thread is broken and left alone",
+    "all_that_is_left": "without the deleted runs nothing of the conversation would be left",
     # Why a checkpoint goes.
     "idle": "the whole thread has been idle for longer than the policy allows",
     "expired": "no rule keeps its turn",

@@ -185,6 +185,12 @@ def delete_runs(
         raise PlanRefused(f"Thread {thread_id} is left alone: {' '.join(report.problems)}")
 
 
+def raise_together(refused: Sequence[PlanRefused]) -> None:
+    """Raise what was refused of a batch as one error, once the rest of it is done."""
+    if refused:
+        raise PlanRefused(" ".join(str(refusal) for refusal in refused)) from refused[0]
+
+
 def threads_of_runs(parts: Parts, run_ids: Iterable[str]) -> Steps[list[str]]:
     """List the threads that the runs stored something in."""
     if isinstance(run_ids, str):

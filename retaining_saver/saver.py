@@ -40,7 +40,7 @@ from retaining_saver.backends.base import Backend
 from retaining_saver.caches import HistoryCache, MemoryHistoryCache
 from retaining_saver.caches.readers import Readers
 from retaining_saver.delta_history import delta_history, writes_arrived
-from retaining_saver.errors import CheckpointNotFoundError
+from retaining_saver.errors import CheckpointNotFoundError, PlanRefused
 from retaining_saver.events import Hook, emit, log_hook
 from retaining_saver.interception import WritesRoute
 from retaining_saver.known import KnownLeaves
@@ -651,15 +651,25 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
         """Remove what runs stored; what other runs left reads as before.
 
         A question that one of the runs had answered is open again. Pinned checkpoints stay. Raises
-        ``PlanRefused`` for a thread that is broken or keeps changing; the threads before it are
-        done.
+        ``PlanRefused`` for a thread that is broken or keeps changing, and where the runs wrote all
+        that retention has left of a conversation; every other thread is done by then.
         """
+        refused = []
         for thread_id in run(retention.threads_of_runs(self._parts, run_ids)):
-            self._locked(thread_id, self._run_deletion(thread_id, run_ids))
+            try:
+                self._locked(thread_id, self._run_deletion(thread_id, run_ids))
+            except PlanRefused as refusal:
+                refused.append(refusal)
+        retention.raise_together(refused)
 
     async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
+        refused = []
         for thread_id in await arun(retention.threads_of_runs(self._parts, run_ids)):
-            await self._alocked(thread_id, self._run_deletion(thread_id, run_ids))
+            try:
+                await self._alocked(thread_id, self._run_deletion(thread_id, run_ids))
+            except PlanRefused as refusal:
+                refused.append(refusal)
+        retention.raise_together(refused)
 
     def _run_deletion(
         self, thread_id: str, run_ids: Sequence[str]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from langgraph.checkpoint.base.id import uuid6
 
-from retaining_saver import RetainingSaver, folds
+from retaining_saver import PlanRefused, RetainingSaver, folds
 from tests.support.faces import SYNC
 from tests.support.graphs import chat_graph, say
 from tests.support.leaves import put_leaf
@@ -186,11 +186,53 @@ async def test_no_link_tells_a_run_that_was_deleted(
             graph = chat_graph(saver, "full")
             named: Any = {"configurable": {"thread_id": thread_id}}
             for turn in range(4):
-                run_id = f"run-{turn}"
+                run_id = f"{thread_id}-{turn}"
                 graph.invoke(say(f"message {turn}"), {**named, "metadata": {"run_id": run_id}})
                 saver.record_run(named, run_id, duration=turn)
-            saver.delete_for_runs(["run-1"])
+            saver.delete_for_runs([f"{thread_id}-1"])
             return saver.run_history(named).durations
 
         durations = await SYNC(talk, _never)
-        assert {"run-0": 0, "run-2": 2, "run-3": 3} == durations
+        assert {f"{thread_id}-{n}": n for n in (0, 2, 3)} == durations
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_conversation_is_not_lost_with_the_run_that_retention_left_of_it(
+    kind: str, mode: Any, where: Where, thread_id: str
+) -> None:
+    async with open_saver(kind, where) as bare:
+        saver = RetainingSaver(bare)
+        named: Any = {"configurable": {"thread_id": thread_id}}
+
+        def talk() -> tuple[int, int]:
+            graph = chat_graph(saver, mode)
+            for turn in range(3):
+                run: Any = {**named, "metadata": {"run_id": f"{thread_id}-{turn}"}}
+                graph.invoke(say(f"message {turn}"), run)
+            saver.prune([thread_id])
+            before = len(graph.get_state(named).values["messages"])
+            with pytest.raises(PlanRefused, match="delete_thread"):
+                saver.delete_for_runs([f"{thread_id}-2"])
+            return before, len(graph.get_state(named).values["messages"])
+
+        before, after = await SYNC(talk, _never)
+        assert before == after > 0
+
+
+@pytest.mark.parametrize("durability", ["sync", "exit"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_thread_goes_with_its_only_run(
+    kind: str, durability: Any, where: Where, thread_id: str
+) -> None:
+    async with open_saver(kind, where) as bare:
+        saver = RetainingSaver(bare)
+        named: Any = {"configurable": {"thread_id": thread_id}}
+
+        def talk() -> list[Any]:
+            run: Any = {**named, "metadata": {"run_id": thread_id}}
+            chat_graph(saver, "full").invoke(say("hello"), run, durability=durability)
+            saver.delete_for_runs([thread_id])
+            return _rows(bare, thread_id)
+
+        assert [] == await SYNC(talk, _never)

@@ -314,8 +314,12 @@ async def test_a_run_goes_with_its_subgraph_calls(
         kept = {key: seen[1][key] for key in seen[1] if key not in seen[0]}
         assert kept == await thread.seen(thread.bare)
         assert kept == await one.seen(one.ours)
-        await thread.do("delete_for_runs", runs)
+        # What began these threads is gone: the rest of a conversation goes by its thread only.
+        with pytest.raises(PlanRefused, match="delete_thread"):
+            await thread.do("delete_for_runs", runs)
+        assert kept == await thread.seen(thread.bare)
         for each in (thread, twin, one, other):
+            await each.do("delete_thread", each.thread_id)
             assert _nothing(each)
 
 

@@ -98,14 +98,16 @@ async def test_a_deleted_run_is_told_no_longer(
     kind: str, annotations: str, where: Where, thread_id: str
 ) -> None:
     async with open_retained(kind, where, thread_id, _chat, annotations=annotations) as thread:
-        for n in range(3):
-            await _run(thread, f"run-{n}")
-        await thread.do("delete_for_runs", ["run-2"])
-        assert ["run-0", "run-1"] == await _told(thread)
-        await _run(thread, "run-3")
-        assert ["run-0", "run-1", "run-3"] == await _told(thread)
-        await thread.do("delete_for_runs", ["run-1"])
-        assert ["run-0", "run-3"] == await _told(thread)
+        # A run goes from every thread that has it, also from other tests'.
+        runs = [f"{thread_id}-{n}" for n in range(4)]
+        for run_id in runs[:3]:
+            await _run(thread, run_id)
+        await thread.do("delete_for_runs", [runs[2]])
+        assert runs[:2] == await _told(thread)
+        await _run(thread, runs[3])
+        assert [*runs[:2], runs[3]] == await _told(thread)
+        await thread.do("delete_for_runs", [runs[1]])
+        assert [runs[0], runs[3]] == await _told(thread)
 
 
 @each_kind
