@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
-from retaining_saver.entries import CARRIER, StoredCheckpoint, StoredThread
+from retaining_saver.entries import BRANCH, CARRIER, StoredCheckpoint, StoredThread
 
 _UUID6 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-6[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 _GREGORIAN = datetime(1582, 10, 15, tzinfo=timezone.utc)
@@ -111,8 +111,24 @@ def namespace(name: str, checkpoints: Iterable[StoredCheckpoint]) -> Namespace:
         _place(ns, ns.rows[checkpoint_id])
     ns.head = max(ns.real, default=None)
     ns.newest = max(ns.rows)
-    ns.delta_channels = frozenset().union(*(c.counted | c.snapshots for c in ns.rows.values()))
+    ns.delta_channels = frozenset().union(*(_shown_delta(ns, row) for row in ns.rows.values()))
     return ns
+
+
+def _shown_delta(ns: Namespace, row: StoredCheckpoint) -> frozenset[str]:
+    """Name the channels that a row shows to be delta channels.
+
+    Before LangGraph 1.2.15 an update counted none. It shows them all the same: it has a version
+    of what was written for it, and no value. Of a carrier, its writes tell.
+    """
+    shown = row.counted | row.snapshots
+    if row.claim == CARRIER:
+        return shown | row.writes.channels
+    parent = ns.rows.get(row.parent_id or "")
+    if row.source != "update" or row.counted or parent is None:
+        return shown
+    unstored = (parent.writes.channels & row.versioned) - row.stored
+    return shown | {c for c in unstored if not c.startswith((BRANCH, "__"))}
 
 
 def _link(ns: Namespace) -> None:

@@ -22,7 +22,8 @@ _TELLTALES = (
     *HISTORY_MAPS,
 )
 
-# An inline `true` may be the mark of a delta channel's snapshot. Before checkpoint format 4 a
+# An inline `true` may be the mark of a delta channel's snapshot. An update by LangGraph before
+# 1.2.15 left no mark of a delta channel. Before checkpoint format 4 a
 # checkpoint needs its parent.
 _CHAIN = """
 SELECT count(*), max(checkpoint_id), COALESCE(bool_and(follows AND full_state), false)
@@ -31,6 +32,7 @@ FROM (
             lag(checkpoint_id) OVER (ORDER BY checkpoint_id) AS follows,
         checkpoint_ns = %(ns)s AND (checkpoint ->> 'v')::int >= 4
             AND NOT metadata ?| %(telltales)s::text[]
+            AND metadata ->> 'source' IS DISTINCT FROM 'update'
             AND NOT checkpoint @? '$.channel_values.* ? (@ == true)' AS full_state
     FROM checkpoints WHERE thread_id = %(thread)s
 ) AS line
