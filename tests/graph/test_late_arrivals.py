@@ -17,7 +17,7 @@ from langgraph.checkpoint.base.id import uuid6
 
 from retaining_saver import RetainingSaver
 from retaining_saver.backends import find_backend
-from tests.support import graphs
+from tests.support import graphs, releases
 from tests.support.faces import Face
 from tests.support.interjections import When, interject
 from tests.support.leaves import aput_leaf, put_leaf
@@ -380,8 +380,12 @@ async def test_a_run_loses_nothing_when_another_worker_reclaims_the_leaf_under_i
         rows = await desk.b.rows(thread_id)
         expected = await desk.b.rows(bare_id)
         durations = await desk.b.durations(thread_id)
+        repeated = set(metadata_only(rows))
+        if build == "raw" and not releases.KEEPS_RAW_INPUT and leaf_id in ids(rows):
+            # The input has become the leaf's own state, which its parent lacks.
+            repeated = {under}
         assert await _states(desk.b, bare_id, graph, set()) == await _states(
-            desk.b, thread_id, graph, set(metadata_only(rows))
+            desk.b, thread_id, graph, repeated
         )
     assert [] == dangling(rows)
     assert {"one": 7} == durations

@@ -14,7 +14,10 @@ def _at_least(package: str, *release: int) -> bool:
 
 
 KEEPS_RAW_INPUT = _at_least("langgraph", 1, 2, 15)
-"""A raw graph's input to a delta channel is stored, before its run's first ``put``."""
+"""A raw graph's input to a delta channel is stored, before its run's first ``put``.
+
+Older releases store it as the state of the checkpoint that the run starts from, or lose it.
+"""
 
 MARKS_LATE_EXIT_WRITES = _at_least("langgraph", 1, 2, 15)
 """What an exiting run wrote in later steps sorts after what its first step's tasks wrote."""
@@ -24,6 +27,9 @@ SNAPSHOTS_BRANCHES = _at_least("langgraph", 1, 2, 15)
 
 In older releases it also reads those writes, which belong to the branch that was there before.
 """
+
+EXPLICIT_RUNS_READ_THE_HEAD = _at_least("langgraph", 1, 2, 15)
+"""A run that is given a checkpoint id reads the newest checkpoint as well, and so is admitted."""
 
 ORDERS_BY_TASK_PATH = _at_least("langgraph-checkpoint", 4, 3, 0)
 """Savers return a superstep's writes in the order in which the run applied them.
