@@ -257,4 +257,4 @@ async def test_updates_that_count_no_delta_channel_are_read_as_before(
                 state = await thread.on_bare.state()
                 assert expected == [message.content for message in state.values["messages"]]
                 await thread.do("prune", [thread_id])
-            assert state.values == (await thread.on_bare.state()).values
+                assert state.values == (await thread.on_bare.state()).values
