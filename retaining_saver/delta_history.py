@@ -47,6 +47,7 @@ logger = logging.getLogger("retaining_saver")
 # Before langgraph-checkpoint 4.3 the memory saver's walk sorts writes, which its tuples do not.
 _WALKS_BY_TASK = not hasattr(checkpoint_base, "writes_sort_key")
 
+_WALKS = 3
 MAX_STEPS = 32
 """How many checkpoints are looked at on the way to a cached ancestor; then the saver walks."""
 
@@ -320,14 +321,25 @@ class _Read:
     # The saver's own walk, and targets that are gone.
 
     def _walked(self, channels: list[str]) -> Steps[tuple[Histories, bool]]:
-        """Let the saver walk; also tell whether the result may be cached."""
+        """Let the saver walk; also tell whether the result may be cached.
+
+        A walk is more than one query on some savers, and retention may replace what it walks
+        along in between: it gives the checkpoint another parent then, and the walk is repeated.
+        """
         inner, config = self.inner, self._at(self.ref.checkpoint_id)
-        histories = yield from call(
-            inner.get_delta_channel_history,
-            inner.aget_delta_channel_history,
-            config=config,
-            channels=channels,
-        )
+        for _ in range(_WALKS):
+            before = self.readers.parent(self.ref)
+            histories = yield from call(
+                inner.get_delta_channel_history,
+                inner.aget_delta_channel_history,
+                config=config,
+                channels=channels,
+            )
+            if before is None:
+                break
+            walked = yield from self._tuple(self.ref.checkpoint_id)
+            if walked is None or parent_id(walked) == before:
+                break
         if any(history["writes"] or "seed" in history for history in histories.values()):
             return histories, True
         # Nothing at all: a young thread, or something is gone that the walk should have met.

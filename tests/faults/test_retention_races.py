@@ -226,7 +226,9 @@ def _log(mode: graphs.Mode) -> Callable[[Saver], Any]:
     return builder
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("sqlite", "delta"), ("pg", "delta"), ("pg", "full")])
+# Not for delta channels: the hosts read a checkpoint's history, and SQLite a checkpoint with its
+# writes, in two statements, and a prune may commit in between. See docs/guarantees.md.
+@pytest.mark.parametrize(("kind", "mode"), [("sqlite", "full"), ("pg", "full")])
 async def test_two_hundred_turns_beside_a_loop_of_prunes_are_all_there(
     kind: str, mode: graphs.Mode, where: Where, thread_id: str
 ) -> None:

@@ -248,7 +248,10 @@ async def test_whatever_survives_of_a_random_tree_reads_as_the_model_says(
     async with open_retained(kind, where, thread_id, lambda saver: None) as opened:
 
         @settings(
-            max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow],
         )
         @given(
             grown=st.lists(steps, min_size=1, max_size=14),
