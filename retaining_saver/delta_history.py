@@ -327,6 +327,7 @@ class _Read:
         along in between: it gives the checkpoint another parent then, and the walk is repeated.
         """
         inner, config = self.inner, self._at(self.ref.checkpoint_id)
+        histories: Histories = {}
         for _ in range(_WALKS):
             before = self.readers.parent(self.ref)
             histories = yield from call(
