@@ -336,7 +336,7 @@ class _Read:
                 config=config,
                 channels=channels,
             )
-            if before is None:
+            if before is None or self.cache is None:
                 break
             walked = yield from self._tuple(self.ref.checkpoint_id)
             if walked is None or parent_id(walked) == before:
