@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import psycopg
+from langgraph.channels.delta import DeltaChannel
 from langgraph.checkpoint.base import CheckpointTuple
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
@@ -101,6 +102,9 @@ class Retained:
         """Read every checkpoint but carriers, and what its delta channels read."""
         found = await self.rows(saver)
         delta = {c for f in found for c in f.metadata.get("counters_since_delta_snapshot") or ()}
+        # Older releases do not count at an update.
+        channels = getattr(self.builder(self.bare), "channels", {})
+        delta |= {name for name, each in channels.items() if isinstance(each, DeltaChannel)}
         leaves = set(metadata_only(found))
         return {
             key_of(f): Seen(
