@@ -106,9 +106,7 @@ def _reclaim_stack(
             result = yield from reclaim(parts, journal, thread_id, leaf, terms)
         outcome: Outcome = "delete_failed" if attempt.failed else result.outcome
         if outcome != "reclaimed" or result.parent is None:
-            if done.outcome == "reclaimed":
-                return done
-            if outcome == "no_leaf":
+            if done.outcome == "reclaimed" or outcome == "no_leaf":
                 return done
             return Admission(outcome, leaf.checkpoint_id, leaf.parent_id)
         done = Admission("reclaimed", head.checkpoint_id, result.parent.checkpoint_id)

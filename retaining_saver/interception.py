@@ -22,7 +22,7 @@ from langgraph.checkpoint.serde.types import INTERRUPT
 
 from retaining_saver import leaves
 from retaining_saver._steps import Steps, call
-from retaining_saver.admission import Terms, heir, look_for_leaf, reclaim_known
+from retaining_saver.admission import Terms, heir, learn_heir, look_for_leaf, reclaim_known
 from retaining_saver.backends.base import Backend, Movable
 from retaining_saver.errors import CheckpointNotFoundError, CheckpointReclaimedError
 from retaining_saver.events import DeleteFailed, PinFailed
@@ -195,9 +195,8 @@ def _heir_of_gone(parts: Parts, backend: Backend, journal: Journal, leaf: Ref) -
     holder = parts.known.parent_of(leaf.thread_id, leaf.id)
     with reported(journal, DeleteFailed, leaf):
         if holder is None and not (yield from call(backend.exists, backend.aexists, leaf)):
-            holder = yield from heir(parts, backend, leaf)
-            if holder is not None:
-                parts.known.reclaimed(leaf.thread_id, leaf.id, holder)
+            yield from learn_heir(parts, leaf)
+            holder = parts.known.parent_of(leaf.thread_id, leaf.id)
     return holder
 
 

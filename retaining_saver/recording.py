@@ -29,10 +29,11 @@ def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCo
     backend = parts.storage
     ref = Ref.of(put.config)
     parent: Row | None = None
-    harmful = False
+    annotates = harmful = False
     with reported(journal, DeleteFailed, ref) as lookup:
         parent = yield from _stored_parent(parts, backend, ref)
         if parent is not None and _annotates(parts, put, parent):
+            annotates = True
             harmful = parts.annotations == "fold" or not backend.same_values(parent, put.checkpoint)
             if not harmful:
                 around = yield from call(
@@ -42,7 +43,7 @@ def put_annotation(parts: Parts, journal: Journal, put: Put) -> Steps[RunnableCo
     if lookup.failed or parent is None:
         return (yield from put.steps(parts))
     put = put.under(parent.checkpoint_id)
-    if not _annotates(parts, put, parent):
+    if not annotates:
         return (yield from put.steps(parts))
     leaf_id = put.checkpoint["id"]
     if folds.kind_of(leaf_id, put.metadata) is None:

@@ -96,7 +96,7 @@ def retain(
     for _ in range(ATTEMPTS):
         thread, decided = yield from planned(parts, thread_id, matches, planner)
         if decided.changes and not dry_run:
-            yield from _purge(parts, thread_id)
+            yield from purge(parts, thread_id)
         applied = yield from call(backend.apply, backend.aapply, thread, decided, dry_run=dry_run)
         if applied is None:
             continue
@@ -118,7 +118,8 @@ def retain(
     )
 
 
-def _purge(parts: Parts, thread_id: str) -> Steps[None]:
+def purge(parts: Parts, thread_id: str) -> Steps[None]:
+    """Purge the thread's cached histories before rows go. Raises what the cache raises."""
     if parts.cache is not None:
         yield from call(parts.cache.delete_thread, parts.cache.adelete_thread, thread_id)
 
@@ -161,7 +162,7 @@ def _cut_plain(parts: Parts, journal: Journal, thread_id: str) -> Steps[bool]:
         return False
     if (yield from call(parts.pins.pinned, parts.pins.apinned, thread_id, parts.clock())):
         return False
-    yield from _purge(parts, thread_id)
+    yield from purge(parts, thread_id)
     count = yield from call(backend.cut_plain, backend.acut_plain, thread_id)
     if count is None:
         return False
@@ -224,7 +225,7 @@ def copy_thread(parts: Parts, source: str, target: str, *, latest_only: bool) ->
         _, latest = yield from planned(parts, source, _nothing, _heads_of_copy(parts))
         if latest.problems:
             raise PlanRefused(f"Thread {source} cannot be cut: {' '.join(latest.problems)}")
-    yield from _purge(parts, target)
+    yield from purge(parts, target)
     if not (yield from call(backend.copy_thread, backend.acopy_thread, source, target, latest)):
         raise PlanRefused(f"Thread {target} has checkpoints already; nothing was copied onto it")
 

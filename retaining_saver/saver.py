@@ -15,6 +15,7 @@ from collections.abc import (
 )
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
@@ -218,12 +219,11 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         ref = Ref.of(config)
         if ref.checkpoint_id is not None:
+            read = partial(self._read_explicit, config=config, ref=ref)
             if RUN_MARKER not in config["configurable"]:
-                return self._unlocked(lambda journal: self._read_explicit(journal, config, ref))
+                return self._unlocked(read)
             # Locked, so that no admission deletes the checkpoint between the pin and the look.
-            return self._locked(
-                ref.thread_id, lambda journal: self._read_explicit(journal, config, ref)
-            )
+            return self._locked(ref.thread_id, read)
         admits = self._parts.admission == "auto" and is_root_run(config)
         if admits and self._parts.known.meets(ref.thread_id):
             self._locked(ref.thread_id, self._admission_of(config))
@@ -238,13 +238,10 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         ref = Ref.of(config)
         if ref.checkpoint_id is not None:
+            read = partial(self._read_explicit, config=config, ref=ref)
             if RUN_MARKER not in config["configurable"]:
-                return await self._aunlocked(
-                    lambda journal: self._read_explicit(journal, config, ref)
-                )
-            return await self._alocked(
-                ref.thread_id, lambda journal: self._read_explicit(journal, config, ref)
-            )
+                return await self._aunlocked(read)
+            return await self._alocked(ref.thread_id, read)
         admits = self._parts.admission == "auto" and is_root_run(config)
         if admits and self._parts.known.meets(ref.thread_id):
             await self._alocked(ref.thread_id, self._admission_of(config))
@@ -446,15 +443,12 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
 
     def _delete_thread(self, journal: Journal, thread_id: str) -> Steps[None]:
         parts = self._parts
-        cache = parts.cache
-        if cache is not None:
-            yield from call(cache.delete_thread, cache.adelete_thread, str(thread_id))
+        yield from retention.purge(parts, str(thread_id))
         yield from call(parts.inner.delete_thread, parts.inner.adelete_thread, thread_id)
         parts.known.forget_thread(str(thread_id))
         self._readers.forget_thread(str(thread_id))
-        if cache is not None:
-            # Again: a reader that started in between may have put back what it still saw.
-            yield from admissions.purge(parts, journal, str(thread_id))
+        # Again: a reader that started in between may have put back what it still saw.
+        yield from admissions.purge(parts, journal, str(thread_id))
         yield from call(parts.pins.delete_thread, parts.pins.adelete_thread, str(thread_id))
 
     # Admission and pins.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, cast
 
+import aiosqlite
 import psycopg
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver, ChannelVersions, Checkpoint
@@ -297,3 +298,15 @@ def _dump_tables(connection: Any, tables: tuple[str, ...], mark: str, thread_id:
         rows = connection.execute(f"SELECT * FROM {table} WHERE thread_id = {mark}", (thread_id,))
         dump[table] = sorted(rows.fetchall(), key=repr)
     return dump
+
+
+async def execute(stage: Stage, sql: str) -> None:
+    """Use the saver's own connection, as the user who opened it may."""
+    conn: Any = stage.saver.conn  # type: ignore[attr-defined]  # Both SQLite savers have one.
+    executed = conn.execute(sql)
+    if isinstance(conn, aiosqlite.Connection):
+        await executed
+
+
+def in_transaction(stage: Stage) -> bool:
+    return bool(stage.saver.conn.in_transaction)  # type: ignore[attr-defined]  # As above.

@@ -20,7 +20,15 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from retaining_saver.backends.base import Row
 from retaining_saver.backends.opaque import UnreadableCheckpoint
-from tests.contract.stage import Stage, backend_of, checkpoint, open_stage, versions_of
+from tests.contract.stage import (
+    Stage,
+    backend_of,
+    checkpoint,
+    execute,
+    in_transaction,
+    open_stage,
+    versions_of,
+)
 from tests.support import releases
 from tests.support.faces import ASYNC, SYNC, Face
 from tests.support.savers import Where
@@ -34,18 +42,6 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     async with open_stage(request.param, where, thread_id, face) as opened:
         yield opened
-
-
-async def execute(stage: Stage, sql: str) -> None:
-    """Use the saver's own connection, as the user who opened it may."""
-    conn: Any = stage.saver.conn  # type: ignore[attr-defined]  # Both SQLite savers have one.
-    executed = conn.execute(sql)
-    if isinstance(conn, aiosqlite.Connection):
-        await executed
-
-
-def in_transaction(stage: Stage) -> bool:
-    return bool(stage.saver.conn.in_transaction)  # type: ignore[attr-defined]
 
 
 def mine(stage: Stage) -> list[tuple[Any, ...]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
-import aiosqlite
 import pytest
 from langchain_core.messages import HumanMessage
 from langgraph.checkpoint.base import Checkpoint
@@ -29,7 +28,7 @@ from retaining_saver.backends.base import Movable
 from retaining_saver.backends.opaque import pack_checkpoint, read_checkpoint
 from retaining_saver.backends.sqlite import SqliteBackend
 from retaining_saver.plan import plan_prune
-from tests.contract.stage import Stage, checkpoint, open_stage
+from tests.contract.stage import Stage, checkpoint, execute, in_transaction, open_stage
 from tests.contract.test_threads import (
     copied,
     is_carrier,
@@ -59,18 +58,6 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     async with open_stage(request.param, where, thread_id, face) as opened:
         yield opened
-
-
-async def execute(stage: Stage, sql: str) -> None:
-    """Use the saver's own connection, as the user who opened it may."""
-    conn: Any = stage.saver.conn  # type: ignore[attr-defined]  # Both SQLite savers have one.
-    executed = conn.execute(sql)
-    if isinstance(conn, aiosqlite.Connection):
-        await executed
-
-
-def in_transaction(stage: Stage) -> bool:
-    return bool(stage.saver.conn.in_transaction)  # type: ignore[attr-defined]  # As above.
 
 
 # Tables without a task path
