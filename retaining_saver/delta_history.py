@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint import base as checkpoint_base
@@ -25,6 +25,7 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.memory import InMemorySaver
 
 from retaining_saver._steps import Steps, call
+from retaining_saver.backends.base import Backend, SnapshotReads
 from retaining_saver.caches.base import Epoch, HistoryCache, HistoryKey
 from retaining_saver.caches.history import StoredHistory
 from retaining_saver.caches.lost_types import noticing_lost_types
@@ -47,10 +48,11 @@ logger = logging.getLogger("retaining_saver")
 # Before langgraph-checkpoint 4.3 the memory saver's walk sorts writes, which its tuples do not.
 _WALKS_BY_TASK = not hasattr(checkpoint_base, "writes_sort_key")
 
-_WALKS = 3
 MAX_STEPS = 32
 """How many checkpoints are looked at on the way to a cached ancestor; then the saver walks."""
 
+T = TypeVar("T")
+Saver = BaseCheckpointSaver[Any]
 Histories = Mapping[str, DeltaChannelHistory]
 ParentOf = Callable[[str, str], "str | None"]
 """Tells the parent of a reclaimed leaf, by thread and id."""
@@ -67,12 +69,13 @@ def _log_failure(ref: Ref, error: Exception) -> None:
 
 
 def delta_history(
-    inner: BaseCheckpointSaver[Any],
+    inner: Saver,
     cache: HistoryCache | None,
     readers: Readers,
     config: RunnableConfig,
     channels: Sequence[str],
     *,
+    backend: Backend | None = None,
     parent_of: ParentOf = _unknown,
     cache_failed: CacheFailure = _log_failure,
 ) -> Steps[Histories]:
@@ -83,6 +86,7 @@ def delta_history(
       parent does; another id raises ``CheckpointNotFoundError``, unless nothing was ever seen
       in its namespace.
     - Concurrent misses for one checkpoint do the work once.
+    - What is read to make one history was stored at one moment, where ``backend`` can tell.
     - The cache can fail without failing the read.
     """
     wanted = list(dict.fromkeys(channels))
@@ -95,7 +99,7 @@ def delta_history(
             return {channel: {"writes": []} for channel in wanted}
         readers.saw(head)
         ref = Ref.of(head.config)
-    read = _Read(inner, cache, readers, ref, config, parent_of, cache_failed)
+    read = _Read(inner, cache, readers, ref, config, backend, parent_of, cache_failed)
     return (yield from read.histories(wanted))
 
 
@@ -202,11 +206,12 @@ class _Stretch:
 class _Read:
     """One read of a resolved checkpoint's histories."""
 
-    inner: BaseCheckpointSaver[Any]
+    inner: Saver
     cache: HistoryCache | None
     readers: Readers
     ref: Ref
     config: RunnableConfig
+    backend: Backend | None
     parent_of: ParentOf
     cache_failed: CacheFailure
 
@@ -265,7 +270,7 @@ class _Read:
         anchors = self._possible_anchors(channels, held)
         if not anchors:
             return {}
-        stretches = yield from self._stretches(anchors)
+        stretches = yield from self._at_one_moment(lambda saver: self._stretches(saver, anchors))
         keys = [s.anchor for s in stretches.values() if s.anchor is not None]
         cached = (yield from self._looked_up(keys)) if keys else {}
         return self._joined(stretches, cached)
@@ -281,14 +286,16 @@ class _Read:
                 anchors.setdefault(key.channel, {})[key.checkpoint_id] = key
         return anchors
 
-    def _stretches(self, anchors: dict[str, dict[str, HistoryKey]]) -> Steps[dict[str, _Stretch]]:
+    def _stretches(
+        self, saver: Saver, anchors: dict[str, dict[str, HistoryKey]]
+    ) -> Steps[dict[str, _Stretch]]:
         """Look at ancestors until every channel is settled or there is no anchor left to meet."""
         settled: dict[str, _Stretch] = {}
         unsettled = {channel: _Stretch() for channel in anchors}
         parent = self.readers.parent(self.ref)
         at = self.ref.checkpoint_id if parent is None else parent
         for _ in range(MAX_STEPS):
-            ancestor = yield from self._tuple(at)
+            ancestor = yield from self._tuple(saver, at)
             if ancestor is None:
                 return settled
             if at != self.ref.checkpoint_id:
@@ -321,39 +328,35 @@ class _Read:
     # The saver's own walk, and targets that are gone.
 
     def _walked(self, channels: list[str]) -> Steps[tuple[Histories, bool]]:
-        """Let the saver walk; also tell whether the result may be cached.
-
-        A walk is more than one query on some savers, and retention may replace what it walks
-        along in between: it gives the checkpoint another parent then, and the walk is repeated.
-        """
-        inner, config = self.inner, self._at(self.ref.checkpoint_id)
-        histories: Histories = {}
-        for _ in range(_WALKS):
-            before = self.readers.parent(self.ref)
-            histories = yield from call(
-                inner.get_delta_channel_history,
-                inner.aget_delta_channel_history,
-                config=config,
-                channels=channels,
-            )
-            if before is None or self.cache is None:
-                break
-            walked = yield from self._tuple(self.ref.checkpoint_id)
-            if walked is None or parent_id(walked) == before:
-                break
-        if any(history["writes"] or "seed" in history for history in histories.values()):
+        """Let the saver walk; also tell whether the result may be cached."""
+        histories, gone = yield from self._at_one_moment(lambda saver: self._walk(saver, channels))
+        if gone is None:
             return histories, True
-        # Nothing at all: a young thread, or something is gone that the walk should have met.
-        target = yield from self._tuple(self.ref.checkpoint_id)
-        if target is None:
+        if gone == self.ref.checkpoint_id:
             return (yield from self._without_target(channels)), False
-        parent = parent_id(target)
-        if parent is None or (yield from self._tuple(parent)) is not None:
-            return histories, True
-        heir = self.parent_of(self.ref.thread_id, parent)
+        heir = self.parent_of(self.ref.thread_id, gone)
         if heir is None:
             return histories, False
         return (yield from self._after(heir, channels, own_writes=True)), False
+
+    def _walk(self, saver: Saver, channels: list[str]) -> Steps[tuple[Histories, str | None]]:
+        """Let the saver walk; also name the target, or its parent, if that is not stored."""
+        histories: Histories = yield from call(
+            saver.get_delta_channel_history,
+            saver.aget_delta_channel_history,
+            config=self._at(self.ref.checkpoint_id),
+            channels=channels,
+        )
+        if any(history["writes"] or "seed" in history for history in histories.values()):
+            return histories, None
+        # Nothing at all: a young thread, or something is gone that the walk should have met.
+        target = yield from self._tuple(saver, self.ref.checkpoint_id)
+        if target is None:
+            return histories, self.ref.checkpoint_id
+        parent = parent_id(target)
+        if parent is None or (yield from self._tuple(saver, parent)) is not None:
+            return histories, None
+        return histories, parent
 
     def _without_target(self, channels: list[str]) -> Steps[Histories]:
         """Read a reclaimed leaf as its parent, whose state it repeated.
@@ -366,7 +369,7 @@ class _Read:
         if heir is not None:
             return (yield from self._after(heir, channels, own_writes=False))
         if not self.readers.has_seen(self.ref):
-            head = yield from self._tuple(None)
+            head = yield from self._tuple(self.inner, None)
             if head is None:
                 return {channel: {"writes": []} for channel in channels}
         raise CheckpointNotFoundError(
@@ -377,7 +380,7 @@ class _Read:
 
     def _after(self, parent: str, channels: list[str], *, own_writes: bool) -> Steps[Histories]:
         """Return the histories of a checkpoint as if ``parent`` were its parent."""
-        stored = yield from self._tuple(parent)
+        stored = yield from self._tuple(self.inner, parent)
         config = self._at(parent)
         before = yield from delta_history(
             self.inner,
@@ -385,6 +388,7 @@ class _Read:
             self.readers,
             config,
             channels,
+            backend=self.backend,
             parent_of=self.parent_of,
             cache_failed=self.cache_failed,
         )
@@ -422,13 +426,21 @@ class _Read:
         with self._tolerated():
             yield from call(self.cache.set_many, self.cache.aset_many, keyed, epoch)
 
-    def _tuple(self, checkpoint_id: str | None) -> Steps[CheckpointTuple | None]:
+    def _at_one_moment(self, operation: Callable[[Saver], Steps[T]]) -> Steps[T]:
+        """Read on one snapshot: retention may replace checkpoints between two reads of a saver."""
+        backend: object = self.backend
+        if not isinstance(backend, SnapshotReads):
+            return (yield from operation(self.inner))
+        found = yield from call(backend.on_snapshot, backend.aon_snapshot, operation)
+        return cast(T, found)
+
+    def _tuple(self, saver: Saver, checkpoint_id: str | None) -> Steps[CheckpointTuple | None]:
         config = self._at(checkpoint_id)
-        stored = yield from call(self.inner.get_tuple, self.inner.aget_tuple, config)
+        stored = yield from call(saver.get_tuple, saver.aget_tuple, config)
         if stored is None:
             return None
         self.readers.saw(stored)
-        if _WALKS_BY_TASK and isinstance(self.inner, InMemorySaver):
+        if _WALKS_BY_TASK and isinstance(saver, InMemorySaver):
             by_task = sorted(stored.pending_writes or (), key=lambda write: write[0])
             return stored._replace(pending_writes=by_task)
         return stored

@@ -344,6 +344,7 @@ class RetainingSaver(BaseCheckpointSaver[Any]):
                 self._readers,
                 config,
                 channels,
+                backend=parts.backend,
                 parent_of=parts.known.parent_of,
                 cache_failed=journal.cache_failed,
             )

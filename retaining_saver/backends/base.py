@@ -6,13 +6,16 @@ Every method that reaches storage has an awaitable twin with the prefix ``a``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
 
+from retaining_saver._steps import Steps
 from retaining_saver.records import Ref
+
+T = TypeVar("T")
 
 NEIGHBOURS = 32
 """How many ids on each side of a leaf are searched for children: clocks disagree a little."""
@@ -201,3 +204,26 @@ class Backend(Protocol):
         ...
 
     async def arescue(self, leaf: Ref, parent_id: str) -> int: ...
+
+
+@runtime_checkable
+class SnapshotReads(Protocol):
+    """Read by the saver's own methods what is stored at one moment. A backend may do without.
+
+    LangGraph's savers walk a delta history in several statements. What retention replaces in
+    between would be missing from it, or be there twice.
+    """
+
+    def on_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        """Run ``operation`` with a saver whose reads all see the rows of one moment.
+
+        - That saver is for reading, and for the operation only.
+        - The wrapped saver's lock, or a connection, is held meanwhile: the operation asks for
+          nothing but that saver's reads.
+        - In a transaction that the user opened, the user's isolation level counts.
+        """
+        ...
+
+    async def aon_snapshot(
+        self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]
+    ) -> T: ...

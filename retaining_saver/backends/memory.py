@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 
+from retaining_saver._steps import Steps, run
 from retaining_saver.backends import moves
 from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
 from retaining_saver.backends.chains import along_parents
@@ -24,6 +25,7 @@ from retaining_saver.backends.opaque import body_of, holds_value, is_due
 from retaining_saver.folds import folded_into, reclaimed_ids
 from retaining_saver.records import Ref
 
+T = TypeVar("T")
 Typed = tuple[str, bytes]
 Entry = tuple[Typed, Typed, "str | None"]
 Writes = dict[tuple[str, int], tuple[str, str, Typed, str]]
@@ -55,6 +57,14 @@ class MemoryBackend(MemoryThreads):
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._saver = cast(InMemorySaver, saver)
         self._lock = _lock_of(self._saver.storage)
+
+    def on_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        with self._lock:
+            return run(operation(self._saver))
+
+    async def aon_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        # Not awaiting, which would hold up the loop's other tasks by the lock.
+        return self.on_snapshot(operation)
 
     def row(self, ref: Ref) -> Row | None:
         entries = self._entries(ref)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
 from psycopg.types.json import Jsonb
 
+from retaining_saver._steps import Steps
 from retaining_saver.backends.base import (
     NEIGHBOURS,
     NOTHING_MOVES,
@@ -34,6 +35,7 @@ from retaining_saver.backends.postgres_sessions import (
     Parameters,
     Rows,
     Statements,
+    T,
     Undo,
     session,
 )
@@ -296,6 +298,12 @@ class PostgresBackend(PostgresThreads):
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         self._saver = saver
         self._session = session(saver)
+
+    def on_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        return self._session.on_snapshot(operation)
+
+    async def aon_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        return await self._session.aon_snapshot(operation)
 
     def row(self, ref: Ref) -> Row | None:
         return self._session.read(_row(ref, self._holds_tasks))

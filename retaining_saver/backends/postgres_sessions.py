@@ -16,6 +16,7 @@ does not know before.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -24,7 +25,7 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.postgres import PostgresSaver
@@ -34,7 +35,11 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
+from retaining_saver._steps import Steps, arun, run
+from retaining_saver.backends.clones import clone
+
 T = TypeVar("T")
+Saver = BaseCheckpointSaver[Any]
 Parameters = Mapping[str, Any]
 Rows = Sequence[tuple[Any, ...]]
 Statements = Generator[tuple[str, Parameters], Rows, T]
@@ -77,6 +82,9 @@ class Session(Protocol):
     def write(self, statements: Statements[T], *, snapshot: bool = False) -> T: ...
     async def awrite(self, statements: Statements[T], *, snapshot: bool = False) -> T: ...
 
+    def on_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T: ...
+    async def aon_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T: ...
+
 
 class BlockingSession:
     def __init__(self, saver: PostgresSaver) -> None:
@@ -102,6 +110,18 @@ class BlockingSession:
 
     async def awrite(self, statements: Statements[T], *, snapshot: bool = False) -> T:
         return await asyncio.to_thread(self.write, statements, snapshot=snapshot)
+
+    def on_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T:
+        with self._connection() as connection:
+            own = _begins(connection)
+            with connection.transaction():
+                if own:
+                    connection.execute(_SNAPSHOT, prepare=False)
+                held: dict[str, Any] = {"conn": connection, "pipe": None, "lock": threading.Lock()}
+                return run(operation(clone(self._saver, **held)))
+
+    async def aon_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T:
+        return await asyncio.to_thread(self.on_snapshot, operation)
 
     @contextmanager
     def _connection(self) -> Iterator[Connection[Any]]:
@@ -147,6 +167,20 @@ class AwaitingSession:
         except Undo as undo:
             return cast(T, undo.result)
 
+    def on_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T:
+        self._refuse_own_loop()
+        reading = self.aon_snapshot(operation)
+        return asyncio.run_coroutine_threadsafe(reading, self._saver.loop).result()
+
+    async def aon_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T:
+        async with self._connection() as connection:
+            own = _begins(connection)
+            async with connection.transaction():
+                if own:
+                    await connection.execute(_SNAPSHOT, prepare=False)
+                held: dict[str, Any] = {"conn": connection, "pipe": None, "lock": asyncio.Lock()}
+                return await arun(operation(clone(self._saver, **held)))
+
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[AsyncConnection[Any]]:
         if isinstance(self._saver.conn, AsyncConnectionPool):
@@ -171,7 +205,7 @@ class AwaitingSession:
             )
 
 
-def session(saver: BaseCheckpointSaver[Any]) -> Session:
+def session(saver: Saver) -> Session:
     """Return the session that fits ``saver``, a ``PostgresSaver`` or an ``AsyncPostgresSaver``."""
     if isinstance(saver, AsyncPostgresSaver):
         return AwaitingSession(saver)
@@ -200,8 +234,11 @@ def _begins(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     return connection.info.transaction_status == TransactionStatus.IDLE
 
 
+_SNAPSHOT: Final = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
+
+
 def _on_snapshot(statements: Statements[T]) -> Statements[T]:
-    yield Command("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"), {}
+    yield Command(_SNAPSHOT), {}
     return (yield from statements)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from typing import Any, ClassVar, cast
 
@@ -21,12 +22,14 @@ from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
-from retaining_saver._steps import arun, call
+from retaining_saver._steps import Steps, arun, call, run
 from retaining_saver.backends import moves
 from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
 from retaining_saver.backends.chains import along_parents
+from retaining_saver.backends.clones import clone
 from retaining_saver.backends.opaque import body_of, is_due, read_checkpoint, stored_channels
 from retaining_saver.backends.sqlite_statements import (
+    READING,
     WRITING,
     Bounds,
     Params,
@@ -34,10 +37,12 @@ from retaining_saver.backends.sqlite_statements import (
     T,
     arun_statements,
     atransact,
+    atransaction,
     dump_metadata,
     load_metadata,
     run_statements,
     transact,
+    transaction,
 )
 from retaining_saver.backends.sqlite_threads import SqliteThreads
 from retaining_saver.folds import HISTORY_MAPS, LEGACY_MARKER, folded_into, reclaimed_ids
@@ -378,6 +383,13 @@ class SqliteBackend(_AnySqliteBackend):
         super().__init__(saver)
         self._saver = cast(SqliteSaver, saver)
 
+    def on_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        with self._cursor() as cursor, transaction(cursor, READING):
+            return run(operation(clone(self._saver, lock=threading.Lock())))
+
+    async def aon_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        return await asyncio.to_thread(self.on_snapshot, operation)
+
     def _read(self, statements: Statements[T]) -> T:
         with self._cursor() as cursor:
             return run_statements(cursor, statements)
@@ -408,6 +420,13 @@ class AsyncSqliteBackend(_AnySqliteBackend):
     def __init__(self, saver: BaseCheckpointSaver[Any]) -> None:
         super().__init__(saver)
         self._saver = cast(AsyncSqliteSaver, saver)
+
+    def on_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        return self._block(self.aon_snapshot(operation))
+
+    async def aon_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
+        async with self._cursor() as cursor, atransaction(self._saver.conn, cursor, READING):
+            return await arun(operation(clone(self._saver, lock=asyncio.Lock())))
 
     def _read(self, statements: Statements[T]) -> T:
         return self._block(self._aread(statements))

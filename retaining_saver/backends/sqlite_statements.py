@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Generator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -78,12 +78,18 @@ async def arun_statements(cursor: aiosqlite.Cursor, statements: Statements[T]) -
 
 def transact(cursor: sqlite3.Cursor, statements: Statements[T], own: Bounds = WRITING) -> T:
     """Run an operation in one transaction, or inside the one that the user has open."""
+    with transaction(cursor, own):
+        return run_statements(cursor, statements)
+
+
+@contextmanager
+def transaction(cursor: sqlite3.Cursor, own: Bounds) -> Iterator[None]:
+    """Hold one transaction, or a savepoint in the one that the user has open."""
     bounds = _NESTED if cursor.connection.in_transaction else own
     cursor.execute(bounds.begin)
     try:
-        result = run_statements(cursor, statements)
+        yield
         cursor.execute(bounds.commit)
-        return result
     except BaseException:
         for statement in bounds.undo:
             with suppress(sqlite3.OperationalError):  # A full disk has ended it already.
@@ -98,12 +104,20 @@ async def atransact(
     own: Bounds = WRITING,
 ) -> T:
     """Run an operation in one transaction, or inside the one that the user has open."""
+    async with atransaction(connection, cursor, own):
+        return await arun_statements(cursor, statements)
+
+
+@asynccontextmanager
+async def atransaction(
+    connection: aiosqlite.Connection, cursor: aiosqlite.Cursor, own: Bounds
+) -> AsyncIterator[None]:
+    """Hold one transaction, or a savepoint in the one that the user has open."""
     bounds = _NESTED if connection.in_transaction else own
     await cursor.execute(bounds.begin)
     try:
-        result = await arun_statements(cursor, statements)
+        yield
         await cursor.execute(bounds.commit)
-        return result
     except BaseException:
         for statement in bounds.undo:
             with suppress(sqlite3.OperationalError):  # A full disk has ended it already.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -13,11 +13,17 @@ from typing import Any, cast
 import aiosqlite
 import psycopg
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint.base import BaseCheckpointSaver, ChannelVersions, Checkpoint
+from langgraph.checkpoint.base import (
+    BaseCheckpointSaver,
+    ChannelVersions,
+    Checkpoint,
+    CheckpointTuple,
+)
 from langgraph.checkpoint.base.id import uuid6
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.serde.base import SerializerProtocol
 
+from retaining_saver._steps import Steps, call
 from retaining_saver.backends import Backend, find_backend
 from retaining_saver.backends.base import Movable, ReclaimOutcome, Row
 from retaining_saver.records import Ref
@@ -306,6 +312,11 @@ async def execute(stage: Stage, sql: str) -> None:
     executed = conn.execute(sql)
     if isinstance(conn, aiosqlite.Connection):
         await executed
+
+
+def lookup(ref: Ref) -> Callable[[Any], Steps[CheckpointTuple | None]]:
+    """Make an operation that reads one checkpoint from the saver that it is given."""
+    return lambda saver: call(saver.get_tuple, saver.aget_tuple, ref.config())
 
 
 def in_transaction(stage: Stage) -> bool:

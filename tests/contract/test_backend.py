@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import make_dataclass
 from types import ModuleType
 from typing import Annotated, Any, cast
@@ -19,6 +20,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.types import Send
 from typing_extensions import TypedDict
 
+from retaining_saver._steps import Steps, call
 from retaining_saver.backends.base import NEIGHBOURS, Backend, Movable, Row, Surroundings
 from retaining_saver.backends.moves import input_task_id
 from retaining_saver.entries import NULL_TASK_ID
@@ -33,7 +35,7 @@ from tests.contract.stage import (
 )
 from tests.support.faces import FACES, Face
 from tests.support.graphs import asking_graph, chat_graph, extend, say
-from tests.support.savers import KINDS, ONE_PER_BACKEND, Where, open_saver
+from tests.support.savers import KINDS, ONE_PER_BACKEND, Saver, Where, open_saver
 
 TASK = "6f8a2f0e-5c55-5d0f-9d7c-0f3a3b1f2c11"
 EXIT_TASK = "00000003-5c55-5d0f-9d7c-0f3a3b1f2c11"
@@ -717,3 +719,77 @@ async def test_a_class_that_cannot_be_imported_is_not_needed(
             assert values == found.checkpoint["channel_values"]
     finally:
         sys.modules.pop(module.__name__, None)
+
+
+# One moment
+
+
+def _read_twice(config: Any, between: Callable[[], object]) -> Callable[[Saver], Steps[list[Any]]]:
+    def operation(saver: Saver) -> Steps[list[Any]]:
+        first = yield from call(saver.get_tuple, saver.aget_tuple, config)
+        between()
+        second = yield from call(saver.get_tuple, saver.aget_tuple, config)
+        return [first, second]
+
+    return operation
+
+
+async def test_two_reads_on_a_snapshot_see_what_one_statement_sees(stage: Stage) -> None:
+    leaf, _ = await stage.leaf_and_parent()
+    ref = stage.ref(leaf.checkpoint_id)
+    config = ref.config()
+    with ThreadPoolExecutor(1) as pool:
+        pending: list[Future[bool]] = []
+
+        def fold() -> None:
+            # Through another saver, or, for want of one, another thread, which may have to wait.
+            pending.append(pool.submit(_fold_by_another, stage, ref))
+            if stage.kind != "memory":
+                assert pending[0].result(10)
+
+        first, second = await stage.call("on_snapshot", _read_twice(config, fold))
+        assert pending[0].result(10)
+    assert first == second
+    assert "meanwhile" not in first.metadata
+    found = await stage.host("get_tuple", config)
+    assert 1 == found.metadata["meanwhile"]
+
+
+def _fold_by_another(stage: Stage, ref: Ref) -> bool:
+    async def fold() -> bool:
+        async with open_saver(stage.kind, stage.where) as saver:
+            return await backend_of(saver).afold(ref, None, {"meanwhile": 1})
+
+    if stage.kind == "memory":
+        return stage.backend.fold(ref, None, {"meanwhile": 1})
+    return asyncio.run(fold())
+
+
+async def test_what_is_raised_on_a_snapshot_passes_through_and_leaves_the_saver_usable(
+    stage: Stage,
+) -> None:
+    await stage.talk("one")
+
+    def operation(saver: Saver) -> Steps[None]:
+        yield from call(saver.get_tuple, saver.aget_tuple, stage.ref().config())
+        raise LookupError("seen")
+
+    with pytest.raises(LookupError, match="seen"):
+        await stage.call("on_snapshot", operation)
+    two = await stage.talk("two")
+    # Committed, and not left in a transaction that somebody forgot.
+    assert two in repr(stage.dump()["checkpoints"])
+
+
+async def test_a_saver_whose_methods_were_replaced_does_not_wait_for_itself(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As instrumentation replaces them, on the instance."""
+    head = await stage.talk()
+    for name in ("get_tuple", "aget_tuple"):
+        plain = getattr(stage.saver, name)
+        monkeypatch.setattr(stage.saver, name, lambda config, plain=plain: plain(config))
+    config = stage.ref().config()
+    reading = stage.call("on_snapshot", _read_twice(config, lambda: None))
+    found = await asyncio.wait_for(reading, 10)
+    assert [head, head] == [each.checkpoint["id"] for each in found]

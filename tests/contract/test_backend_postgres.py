@@ -34,6 +34,7 @@ from typing_extensions import TypedDict
 from retaining_saver.backends.base import Backend, Movable, Row
 from retaining_saver.backends.postgres import PostgresBackend
 from retaining_saver.records import Ref
+from tests.contract.stage import lookup
 from tests.support import releases
 from tests.support.graphs import chat_graph, raw_pregel, say
 from tests.support.leaves import aput_leaf, put_leaf
@@ -245,6 +246,7 @@ def test_reads_leave_no_transaction_open(postgres_url: str, thread_id: str, save
             lambda: backend.exists(ref),
             lambda: backend.reclaimed_into(ref),
             lambda: backend.rescue(ref, parent.checkpoint_id),
+            lambda: backend.on_snapshot(lookup(ref)),
         ]
         for read in reads:
             read()
@@ -296,6 +298,9 @@ def test_a_refusal_and_a_failure_leave_the_users_open_transaction_as_it_was(
         assert backend.reclaim(thread_id, "", leaf, parent) == "has_writes"
         with pytest.raises(psycopg.DataError):
             backend.fold(Ref(thread_id, "", parent.checkpoint_id), "x", {"title": "\0"})
+        assert backend.on_snapshot(lookup(Ref(thread_id))) is not None
+        with pytest.raises(psycopg.DataError):
+            backend.on_snapshot(lookup(Ref(thread_id, "\0")))
         assert connection.info.transaction_status == TransactionStatus.INTRANS
         assert connection.execute("SELECT one FROM mine").fetchall() == [(1,)]
         # The refused attempt holds no lock that would make others wait for the user.

@@ -18,6 +18,7 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
+from retaining_saver._steps import Steps
 from retaining_saver.backends.base import Row
 from retaining_saver.backends.opaque import UnreadableCheckpoint
 from tests.contract.stage import (
@@ -26,6 +27,7 @@ from tests.contract.stage import (
     checkpoint,
     execute,
     in_transaction,
+    lookup,
     open_stage,
     versions_of,
 )
@@ -73,6 +75,10 @@ async def test_the_user_s_transaction_decides_about_our_work(stage: Stage) -> No
     assert await stage.call("exists", stage.ref(leaf.checkpoint_id)) is False
 
 
+def _failing(_saver: Any) -> Steps[None]:
+    raise KeyError("bad")
+
+
 async def test_no_refusal_and_no_failure_takes_the_user_s_work_back(stage: Stage) -> None:
     leaf, parent = await stage.leaf_and_parent()
     await stage.put_copy(leaf.checkpoint_id)
@@ -82,6 +88,9 @@ async def test_no_refusal_and_no_failure_takes_the_user_s_work_back(stage: Stage
     assert 0 == await stage.call("rescue", stage.ref(leaf.checkpoint_id), parent.checkpoint_id)
     with pytest.raises(TypeError, match="not JSON serializable"):
         await stage.call("fold", stage.ref(parent.checkpoint_id), None, {"bad": object()})
+    assert (await stage.call("on_snapshot", lookup(stage.ref()))) is not None
+    with pytest.raises(KeyError):
+        await stage.call("on_snapshot", _failing)
     assert in_transaction(stage)
     await execute(stage, "COMMIT")
     assert ([(1,)], before) == (mine(stage), stage.dump())
@@ -102,6 +111,8 @@ async def test_reading_opens_no_transaction(stage: Stage) -> None:
     for name in ("row", "metadata", "lineage", "has_writes", "surroundings", "reclaimed_into"):
         await stage.call(name, ref)
         assert not in_transaction(stage), name
+    await stage.call("on_snapshot", lookup(ref))
+    assert not in_transaction(stage)
 
 
 CONNECTIONS: list[dict[str, Any]] = [

@@ -226,9 +226,8 @@ def _log(mode: graphs.Mode) -> Callable[[Saver], Any]:
     return builder
 
 
-# Not for delta channels: the hosts read a checkpoint's history, and SQLite a checkpoint with its
-# writes, in two statements, and a prune may commit in between. See docs/guarantees.md.
-@pytest.mark.parametrize(("kind", "mode"), [("sqlite", "full"), ("pg", "full")])
+@pytest.mark.parametrize("mode", graphs.MODES)
+@pytest.mark.parametrize("kind", ["sqlite", "pg"])
 async def test_two_hundred_turns_beside_a_loop_of_prunes_are_all_there(
     kind: str, mode: graphs.Mode, where: Where, thread_id: str
 ) -> None:

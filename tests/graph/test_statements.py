@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-import sqlite3
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
-import aiosqlite
-import psycopg
 import pytest
 from langgraph.checkpoint.base.id import uuid6
-from langgraph.checkpoint.postgres import PostgresSaver
-from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
-from langgraph.checkpoint.sqlite import SqliteSaver
-from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
-from psycopg.rows import DictRow, dict_row
 
 from retaining_saver import RetainingSaver
 from tests.support import graphs
@@ -26,88 +19,21 @@ from tests.support.faces import Face
 from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.savers import Saver, Where
 from tests.support.threads import face_of, metadata_only, named, stored
+from tests.support.traced import KINDS, open_traced
 
-KINDS = ("sqlite", "asqlite", "pg", "apg")
-
-
-class Recording(psycopg.Cursor[Any]):
-    """A cursor that writes down what it executes."""
-
-    statements: list[str]
-
-    def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-        self.statements.append(_shape(query))
-        return super().execute(query, *args, **kwargs)
-
-    def executemany(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-        self.statements.append(_shape(query))
-        return super().executemany(query, *args, **kwargs)
+SNAPSHOT = {"BEGIN", "COMMIT", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"}
 
 
-class AsyncRecording(psycopg.AsyncCursor[Any]):
-    """An awaitable cursor that writes down what it executes."""
-
-    statements: list[str]
-
-    async def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-        self.statements.append(_shape(query))
-        return await super().execute(query, *args, **kwargs)
-
-    async def executemany(self, query: Any, *args: Any, **kwargs: Any) -> Any:
-        self.statements.append(_shape(query))
-        return await super().executemany(query, *args, **kwargs)
-
-
-def _shape(query: Any) -> str:
+def _shape(statement: str) -> str:
     """Spell a statement without its values, which SQLite's trace fills in."""
-    text = query.decode() if isinstance(query, bytes) else str(query)
-    text = re.sub(r"[xX]?'(?:[^']|'')*'", "?", text)
+    text = re.sub(r"[xX]?'(?:[^']|'')*'", "?", statement)
     return " ".join(re.sub(r"\b\d+(\.\d+)?\b", "?", text).split())
 
 
 @asynccontextmanager
 async def _recorded(kind: str, where: Where) -> AsyncIterator[tuple[Saver, list[str]]]:
     statements: list[str] = []
-
-    def traced(statement: str) -> None:
-        statements.append(_shape(statement))
-
-    async with AsyncExitStack() as stack:
-        saver: Saver
-        if kind == "sqlite":
-            connection = sqlite3.connect(where.sqlite, check_same_thread=False)
-            stack.callback(connection.close)
-            saver = SqliteSaver(connection)
-            saver.setup()
-            connection.execute("PRAGMA synchronous = OFF")
-            connection.set_trace_callback(traced)
-        elif kind == "asqlite":
-            aconnection = await stack.enter_async_context(aiosqlite.connect(where.sqlite))
-            saver = AsyncSqliteSaver(aconnection)
-            await saver.setup()
-            await aconnection.execute("PRAGMA synchronous = OFF")
-            await aconnection.set_trace_callback(traced)
-        elif kind == "pg":
-            plain = type("Plain", (Recording,), {"statements": statements})
-            saver = PostgresSaver(
-                stack.enter_context(
-                    psycopg.Connection[DictRow].connect(
-                        where.postgres, autocommit=True, row_factory=dict_row, cursor_factory=plain
-                    )
-                )
-            )
-        else:
-            awaiting = type("Awaiting", (AsyncRecording,), {"statements": statements})
-            saver = AsyncPostgresSaver(
-                await stack.enter_async_context(
-                    await psycopg.AsyncConnection[DictRow].connect(
-                        where.postgres,
-                        autocommit=True,
-                        row_factory=dict_row,
-                        cursor_factory=awaiting,
-                    )
-                )
-            )
+    async with open_traced(kind, where, lambda sql: statements.append(_shape(sql))) as saver:
         yield saver, statements
 
 
@@ -138,7 +64,9 @@ async def test_without_leaves_the_statements_are_those_of_the_bare_saver(
         await _turns(face, ours, mode, durability)
         found = list(statements)
     assert len(bare) > 10
-    assert sorted(bare) == sorted(found)
+    assert not Counter(bare) - Counter(found)
+    # The statements of a delta history are read on one snapshot.
+    assert set(Counter(found) - Counter(bare)) <= (SNAPSHOT if mode == "delta" else set())
 
 
 @pytest.mark.parametrize("kind", KINDS)
