@@ -99,6 +99,7 @@ async def test_whatever_is_retained_between_two_statements_of_a_read_is_read_who
             lambda: retains.enforce_thread_retention(target, POLICIES[policy])
         )
         async with open_traced(kind, where, interruption.tell) as bare:
+            n = 0
             for n in range(1, 100):
                 target = f"{thread_id}-{n}"
                 retains.copy_thread(thread_id, target)
@@ -147,6 +148,7 @@ async def test_whatever_is_retained_in_another_thread_while_memory_is_read_is_re
     bare = InMemorySaver(serde=_Told(interruption.tell))
     retains = RetainingSaver(bare)
     told, _ = _hold_turns(retains, thread_id, "sync")
+    n = 0
     for n in range(1, 200):
         target = f"{thread_id}-{n}"
         retains.copy_thread(thread_id, target)
