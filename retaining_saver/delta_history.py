@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint import base as checkpoint_base
 from langgraph.checkpoint.base import (
     BaseCheckpointSaver,
     CheckpointTuple,
     DeltaChannelHistory,
     PendingWrite,
 )
-from langgraph.checkpoint.memory import InMemorySaver
 
 from retaining_saver._steps import Steps, call
 from retaining_saver.backends.base import Backend, SnapshotReads
@@ -44,9 +42,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("retaining_saver")
-
-# Before langgraph-checkpoint 4.3 the memory saver's walk sorts writes, which its tuples do not.
-_WALKS_BY_TASK = not hasattr(checkpoint_base, "writes_sort_key")
 
 MAX_STEPS = 32
 """How many checkpoints are looked at on the way to a cached ancestor; then the saver walks."""
@@ -440,9 +435,6 @@ class _Read:
         if stored is None:
             return None
         self.readers.saw(stored)
-        if _WALKS_BY_TASK and isinstance(saver, InMemorySaver):
-            by_task = sorted(stored.pending_writes or (), key=lambda write: write[0])
-            return stored._replace(pending_writes=by_task)
         return stored
 
     # Without effects.

@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakValueDictionary
 
-from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint import base as checkpoint_base
+from langgraph.checkpoint.base import BaseCheckpointSaver, Checkpoint, CheckpointTuple
 from langgraph.checkpoint.memory import InMemorySaver
 
 from retaining_saver._steps import Steps, run
 from retaining_saver.backends import moves
 from retaining_saver.backends.base import NEIGHBOURS, Movable, ReclaimOutcome, Row, Surroundings
 from retaining_saver.backends.chains import along_parents
+from retaining_saver.backends.clones import clone
 from retaining_saver.backends.memory_threads import MemoryThreads
 from retaining_saver.backends.opaque import body_of, holds_value, is_due
 from retaining_saver.folds import folded_into, reclaimed_ids
@@ -47,6 +50,25 @@ def _lock_of(storage: object) -> threading.Lock:
         return lock
 
 
+def _as_it_walks(saver: InMemorySaver) -> InMemorySaver:
+    """Return a saver whose tuples have their writes in the order in which its walk has them.
+
+    Before langgraph-checkpoint 4.3 the walk sorts them by task, and a tuple does not.
+    """
+    if hasattr(checkpoint_base, "writes_sort_key"):
+        return saver
+    plain = saver.get_tuple
+
+    def get_tuple(config: RunnableConfig) -> CheckpointTuple | None:
+        found = plain(config)
+        if found is None:
+            return None
+        by_task = sorted(found.pending_writes or (), key=lambda write: write[0])
+        return found._replace(pending_writes=by_task)
+
+    return clone(saver, get_tuple=get_tuple)
+
+
 class MemoryBackend(MemoryThreads):
     """The adapter to ``InMemorySaver``. LangGraph's own ``put`` does not take our lock, so what
     must not slip in between is looked for again after the deletion, and the deletion undone.
@@ -60,7 +82,7 @@ class MemoryBackend(MemoryThreads):
 
     def on_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
         with self._lock:
-            return run(operation(self._saver))
+            return run(operation(_as_it_walks(self._saver)))
 
     async def aon_snapshot(self, operation: Callable[[BaseCheckpointSaver[Any]], Steps[T]]) -> T:
         # Not awaiting, which would hold up the loop's other tasks by the lock.

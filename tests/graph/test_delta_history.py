@@ -32,6 +32,7 @@ from typing_extensions import TypedDict
 
 from retaining_saver import RetainingSaver
 from retaining_saver._steps import arun, run
+from retaining_saver.backends import find_backend
 from retaining_saver.caches import HistoryCache, MemoryHistoryCache, RedisHistoryCache
 from retaining_saver.delta_history import (
     MAX_STEPS,
@@ -97,7 +98,8 @@ class Reader:
         self.inner = inner
         self.cache = cache
         self.readers = Readers()
-        self.options = options
+        found = find_backend(inner)
+        self.options = {"backend": found and found(inner), **options}
 
     def steps(self, config: RunnableConfig, channels: Sequence[str]) -> Any:
         return delta_history(self.inner, self.cache, self.readers, config, channels, **self.options)
@@ -456,7 +458,7 @@ async def test_readers_that_are_cancelled_let_the_next_one_go_on(thread_id: str)
     say(saver, thread_id, 0)
     config = head_of(saver, thread_id).config
     expected = InMemorySaver.get_delta_channel_history(saver, config=config, channels=CHANNELS)
-    reader = Reader(saver, MemoryHistoryCache())
+    reader = Reader(saver, MemoryHistoryCache(), backend=None)  # Memory's own does not await.
     walking = asyncio.ensure_future(reader.aread(config))
     await saver.begun.wait()
     waiting, last = (asyncio.ensure_future(reader.aread(config)) for _ in range(2))
@@ -476,7 +478,7 @@ async def test_a_blocking_read_on_the_loop_does_not_wait_for_the_loops_own_task(
     saver = SlowSaver()
     say(saver, thread_id, 0)
     config = head_of(saver, thread_id).config
-    reader = Reader(saver, MemoryHistoryCache())
+    reader = Reader(saver, MemoryHistoryCache(), backend=None)  # Memory's own does not await.
     task = asyncio.ensure_future(reader.aread(config))
     await saver.begun.wait()
     found = reader.read(config)
