@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 from langgraph.checkpoint.base.id import uuid6
+from langgraph.graph import START, StateGraph
 
 from retaining_saver import PlanRefused, RetainingSaver, folds
 from tests.support.faces import SYNC
@@ -153,6 +154,10 @@ async def test_a_run_that_is_entered_again_does_not_repeat_its_input(
         assert once == again
 
 
+class Count(TypedDict):
+    turns: int
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_metadata_grow_with_the_number_of_runs_and_not_faster(
     kind: str, where: Where, thread_id: str
@@ -160,17 +165,21 @@ async def test_metadata_grow_with_the_number_of_runs_and_not_faster(
     async with open_saver(kind, where) as bare:
         saver = RetainingSaver(bare)
 
+        builder = StateGraph(Count)
+        builder.add_node("counts", lambda state: {"turns": state["turns"] + 1})
+        builder.add_edge(START, "counts")
+        graph = builder.compile(checkpointer=saver)
+
         def grow(first: int, last: int) -> int:
-            graph = chat_graph(saver, "full")
             config: Any = {"configurable": {"thread_id": thread_id}}
             for turn in range(first, last):
-                graph.invoke(say("hello", f"said-{turn:04}"), config, durability="exit")
+                graph.invoke({"turns": turn}, config, durability="exit")
                 written = [f"answer-{turn:04}", f"tool-{turn:04}"]
                 saver.record_run(config, f"run-{turn:04}", duration=turn, message_ids=written)
             return sum(len(json.dumps(c.metadata)) for c in _rows(bare, thread_id))
 
-        half = await SYNC(grow, _never, 0, 30)
-        whole = await SYNC(grow, _never, 30, 60)
+        half = await SYNC(grow, _never, 0, 150)
+        whole = await SYNC(grow, _never, 150, 300)
         assert whole <= 2.3 * half
 
 
