@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from retaining_saver._steps import Effect
 from retaining_saver.caches import MemoryHistoryCache, StoredHistory
-from retaining_saver.caches.history import freeze
+from retaining_saver.caches.moulds import freeze
 from retaining_saver.delta_history import Readers, delta_history
 from retaining_saver.records import Ref
 
