@@ -406,19 +406,26 @@ def _mould_model(model: BaseModel) -> tuple[Mould, int]:
                 cast, cast_size = _moulder(kind)(value)
                 moulds.append((name, cast))
                 size += cast_size
-    extra, private = model.__pydantic_extra__, model.__pydantic_private__
     fields_set = frozenset(model.__pydantic_fields_set__)
-    shape = _shape(type(model), tuple(dicts), tuple(lists), fields_set, extra is not None)
+    takes_extra = model.__pydantic_extra__ is not None
+    shape = _shape(type(model), tuple(dicts), tuple(lists), fields_set, takes_extra)
+    hidden, hidden_size = _mould_hidden(model)
+    return _Model(shape, fields, tuple(moulds), hidden), size + hidden_size
+
+
+def _mould_hidden(model: BaseModel) -> tuple[tuple[tuple[_Assign, Mould], ...], int]:
+    """Mould what a model keeps beside its declared fields: mostly nothing."""
+    extra, private = model.__pydantic_extra__, model.__pydantic_private__
+    if not extra and private is None:
+        return (), 0
     hidden: list[tuple[_Assign, Mould]] = []
-    if extra:
-        cast, cast_size = _mould_dict(extra)
-        hidden.append((_assign_extra, cast))
-        size += cast_size
-    if private is not None:
-        cast, cast_size = _mould_dict(private)
-        hidden.append((_assign_private, cast))
-        size += cast_size
-    return _Model(shape, fields, tuple(moulds), tuple(hidden)), size
+    size = 0
+    for assign, values in ((_assign_extra, extra), (_assign_private, private)):
+        if values is not None:
+            cast, cast_size = _mould_dict(values)
+            hidden.append((assign, cast))
+            size += cast_size
+    return tuple(hidden), size
 
 
 class _Batch:
@@ -459,7 +466,7 @@ class _Batch:
                 content[name] = []
         for number, name, cast in self._moulds:
             contents[number][name] = cast()
-        # ``_build``, unrolled.
+        # As ``_build`` does; a call for each of thousands takes a fifth of the time.
         kind, fields_set, takes_extra = shape.kind, shape.fields_set, shape.takes_extra
         new = kind.__new__
         models = [new(kind) for _ in contents]
