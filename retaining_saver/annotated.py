@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator
 
 from retaining_saver.branches import Choice
 from retaining_saver.entries import ERROR, INTERRUPT, RESUME, SENDS, Writes
-from retaining_saver.lineage import Namespace
+from retaining_saver.tree import Tree
 
 
 def place_annotations(
-    ns: Namespace,
+    ns: Tree,
     choice: Choice,
-    pins: Collection[str],
+    pins: Collection[int],
     referenced: Collection[tuple[str, str]],
     removes: bool,
 ) -> None:
@@ -22,51 +22,53 @@ def place_annotations(
     no rows in the writes table. Rows that its only child has read may move to its parent, and
     rows that were read by dropped checkpoints only go, or are carried, like theirs.
     """
-    free = {i for i in ns.annotations if i not in pins and (ns.name, i) not in referenced}
+    if len(ns.real) == len(ns.order):
+        return
+    annotations = [i for i in ns.order if ns.annotation[i]]
+    free = [i for i in annotations if i not in pins and (ns.name, ns.ids[i]) not in referenced]
     going, moving = _going(ns, choice, free, pins) if removes else (set(), set())
     choice.moving |= moving
-    for i in ns.order:
-        if i not in ns.annotations:
-            continue
+    for i in annotations:
         base = ns.base[i]
         if i in pins:
             choice.keep[i] = "pinned"
         elif i in going or i in moving:
-            choice.drop[i] = "link" if ns.direct[i] else "leaf"
-        elif base in choice.keep:
+            choice.drop[i] = "leaf" if ns.child[i] is None else "link"
+        elif base is None:
+            choice.drop[i] = "expired"
+        elif choice.keep[base] is not None:
             choice.keep[i] = "annotation"
         else:
-            choice.drop[i] = choice.drop[base] if base is not None else "expired"
+            choice.drop[i] = choice.drop[base]
 
 
 def _going(
-    ns: Namespace, choice: Choice, free: set[str], pins: Collection[str]
-) -> tuple[set[str], set[str]]:
+    ns: Tree, choice: Choice, free: list[int], pins: Collection[int]
+) -> tuple[set[int], set[int]]:
     """Find those that go with what rows they have, and those whose rows move to their parents.
 
     What is found must not depend on what this same plan removes around it: a second plan would
     find more.
     """
     going = {i for i in free if not ns.rows[i].writes.rows}
-    with_rows = [i for i in reversed(ns.order) if i in free and i not in going]
-    with_rows = [i for i in with_rows if _are_plain(ns.rows[i].writes)]
+    with_rows = [i for i in reversed(free) if i not in going and _are_plain(ns.rows[i].writes)]
     for i in with_rows:
         heirs = list(_heirs(ns, i, going))
-        if heirs and all(heir in choice.drop for heir in heirs):
+        if heirs and all(choice.drop[heir] for heir in heirs):
             going.add(i)
-    leading = ns.leading_to(choice.keep) if with_rows else set[str]()
+    leading = ns.leading_to(choice.keep) if with_rows else set[int]()
 
-    def lasting_heirs(i: str) -> list[str]:
-        return [h for h in _heirs(ns, i, going) if h in leading or h in ns.annotations]
+    def lasting_heirs(i: int) -> list[int]:
+        return [h for h in _heirs(ns, i, going) if h in leading or ns.annotation[h]]
 
     moving = set()
     for i in with_rows:
         target = _first_not_in(ns, i, going)
-        if i in going or target is None or target not in choice.keep or target in pins:
+        if i in going or target is None or choice.keep[target] is None or target in pins:
             continue
         heirs = lasting_heirs(i)
-        alone = lasting_heirs(target) == [i] and len(heirs) == 1 and heirs[0] in choice.keep
-        if alone and target not in ns.annotations and not ns.rows[target].writes.rows:
+        alone = lasting_heirs(target) == [i] and len(heirs) == 1 and choice.keep[heirs[0]]
+        if alone and not ns.annotation[target] and not ns.rows[target].writes.rows:
             moving.add(i)
     return going, moving
 
@@ -78,18 +80,18 @@ def _are_plain(writes: Writes) -> bool:
     return not special and not writes.null_task
 
 
-def _heirs(ns: Namespace, i: str, going: Collection[str]) -> Iterator[str]:
+def _heirs(ns: Tree, i: int, going: Collection[int]) -> Iterator[int]:
     """Find whose parent a checkpoint is once ``going`` is gone."""
-    hanging = list(ns.direct[i])
+    hanging = [*ns.stored_below(i)]
     for child in hanging:
         if child in going:
-            hanging += ns.direct[child]
+            hanging += ns.stored_below(child)
         else:
             yield child
 
 
-def _first_not_in(ns: Namespace, i: str, going: Collection[str]) -> str | None:
-    parent = ns.rows[i].parent_id
+def _first_not_in(ns: Tree, i: int, going: Collection[int]) -> int | None:
+    parent = ns.parent[i]
     while parent is not None and parent in going:
-        parent = ns.rows[parent].parent_id
+        parent = ns.parent[parent]
     return parent

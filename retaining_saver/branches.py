@@ -2,54 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from retaining_saver.lineage import Namespace, Turns, newest, time_of, turns
+from retaining_saver.lineage import time_of
 from retaining_saver.policy import RetentionPolicy
+from retaining_saver.tree import Tree, Turns, turns
 
 
 @dataclass(slots=True)
 class Choice:
-    """What stays and what goes of one namespace, by id, each with its reason.
+    """What stays and what goes of a thread: reasons by place, ``None`` where nothing is chosen.
 
     Carriers are in neither: they stay or go with what is around them. ``moving`` are the dropped
     links whose rows in the writes table move to their parents.
     """
 
-    keep: dict[str, str] = field(default_factory=dict)
-    drop: dict[str, str] = field(default_factory=dict)
-    moving: set[str] = field(default_factory=set)
+    keep: list[str | None]
+    drop: list[str | None]
+    moving: set[int] = field(default_factory=set)
 
-    def want(self, checkpoint_id: str | None, reason: str) -> None:
+    @classmethod
+    def among(cls, checkpoints: Collection[object]) -> Choice:
+        """Choose nothing yet."""
+        return cls([None] * len(checkpoints), [None] * len(checkpoints))
+
+    def want(self, i: int | None, reason: str) -> None:
         """Keep a checkpoint, for this reason unless it stays for another."""
-        if checkpoint_id is not None and checkpoint_id not in self.keep:
-            self.protect(checkpoint_id, reason)
+        if i is not None and self.keep[i] is None:
+            self.protect(i, reason)
 
-    def protect(self, checkpoint_id: str, reason: str) -> None:
+    def protect(self, i: int, reason: str) -> None:
         """Keep a checkpoint, and for this reason."""
-        self.keep[checkpoint_id] = reason
-        self.drop.pop(checkpoint_id, None)
+        self.keep[i] = reason
+        self.drop[i] = None
+
+    def keep_all(self, ns: Tree, reason: str) -> None:
+        """Keep every real checkpoint of a namespace."""
+        for i in ns.real:
+            self.keep[i] = reason
+
+    def drop_rest(self, ns: Tree, reason: str) -> None:
+        """Drop every real checkpoint of a namespace that is not kept."""
+        for i in ns.real:
+            if self.keep[i] is None:
+                self.drop[i] = reason
 
 
 def chosen(
-    ns: Namespace, policy: RetentionPolicy, pinned: set[str], now: datetime
+    ns: Tree, policy: RetentionPolicy, pinned: set[int], now: datetime
 ) -> tuple[Choice, tuple[str, ...]]:
     """Choose by a policy; also return sentences on rules that could not be applied."""
-    siblings = _old_siblings(ns, ns.children, pinned, policy.drop_siblings_after, now)
+    divided = turns(ns)
+    after = policy.drop_siblings_after
+    everything = ns.rows  # By place, and none of it is false.
+    siblings = _old_siblings(ns, everything, pinned, after, now)
     while True:
-        facts = _facts(ns, policy, siblings, now)
+        facts = _facts(ns, policy, divided, siblings, now)
         choice = _chosen_turns(facts, pinned)
         protect(ns, choice, pinned)
         # Where the newest turns of a branch have expired, what is left of it may be old enough.
-        more = _old_siblings(ns, choice.keep, pinned, policy.drop_siblings_after, now)
+        more = _old_siblings(ns, choice.keep, pinned, after, now)
         if not more:
             return choice, _notes(facts)
         siblings |= more
 
 
-def protect(ns: Namespace, choice: Choice, pinned: Iterable[str]) -> None:
+def protect(ns: Tree, choice: Choice, pinned: Iterable[int]) -> None:
     """Keep what is pinned, and the head."""
     for i in pinned:
         choice.protect(i, "pinned")
@@ -61,24 +81,25 @@ def protect(ns: Namespace, choice: Choice, pinned: Iterable[str]) -> None:
 class _Facts:
     """What turn rules look at.
 
-    ``live`` are the checkpoints that no dropped branch takes along; ``rank`` counts for each the
-    turns that began after it on its way to the nearest live tip.
+    ``live`` are the checkpoints that no dropped branch takes along; ``rank`` counts for each, by
+    place, the turns that began after it on its way to the nearest live tip.
     """
 
-    ns: Namespace
+    ns: Tree
     policy: RetentionPolicy
     turns: Turns
-    siblings: set[str]
-    live: list[str]
-    rank: dict[str, int]
-    young: set[str]
-    matching: set[str]
+    siblings: set[int]
+    live: list[int]
+    rank: list[int]
+    young: set[int]
+    matching: set[int]
 
 
-def _facts(ns: Namespace, policy: RetentionPolicy, siblings: set[str], now: datetime) -> _Facts:
-    divided = turns(ns)
-    live = [i for i in ns.real if i not in siblings]
-    matching = {divided.of[i] for i in live if policy.keep_where is not None and ns.rows[i].matches}
+def _facts(
+    ns: Tree, policy: RetentionPolicy, divided: Turns, siblings: set[int], now: datetime
+) -> _Facts:
+    live = [i for i in ns.real if i not in siblings] if siblings else ns.real
+    matches = [i for i in live if ns.rows[i].matches] if policy.keep_where is not None else []
     return _Facts(
         ns,
         policy,
@@ -87,7 +108,7 @@ def _facts(ns: Namespace, policy: RetentionPolicy, siblings: set[str], now: date
         live,
         _ranks(ns, live, divided),
         _young(ns, live, divided, policy.keep_within, now),
-        matching,
+        {divided.of[i] for i in matches},
     )
 
 
@@ -96,12 +117,12 @@ def _is_young(time: datetime | None, limit: timedelta, now: datetime) -> bool:
 
 
 def _old_siblings(
-    ns: Namespace,
-    alive: Collection[str],
-    pinned: set[str],
+    ns: Tree,
+    alive: Sequence[object],
+    pinned: set[int],
     after: timedelta | None,
     now: datetime,
-) -> set[str]:
+) -> set[int]:
     """Find the branches of what is alive that are off the main line, old, and held by nothing.
 
     A tip stays while it is young, in flight, pinned or below a pin; whatever leads to one that
@@ -111,11 +132,11 @@ def _old_siblings(
         return set()
     main = set(ns.line(ns.head))
     held = _below_pins(ns, main, pinned)
-    old: set[str] = set()
-    stays: set[str | None] = set()
-    leads: set[str | None] = set()
+    old: set[int] = set()
+    stays: set[int | None] = set()
+    leads: set[int | None] = set()
     for i in reversed(ns.real):
-        if i in alive and i not in main and i not in stays:
+        if alive[i] and i not in main and i not in stays:
             young = _is_young(time_of(ns.rows[i]), after, now)
             holds = i not in leads and (young or i in held or ns.begun(i))
             if holds:
@@ -124,7 +145,7 @@ def _old_siblings(
                 old.add(i)
         if i in stays:
             stays.add(ns.base[i])
-        if i in alive or i in leads:
+        if alive[i] or i in leads:
             leads.add(ns.base[i])
     for i in ns.real:
         if ns.base[i] in old:
@@ -132,106 +153,140 @@ def _old_siblings(
     return old
 
 
-def _below_pins(ns: Namespace, main: set[str], pinned: set[str]) -> set[str]:
-    below: set[str] = set()
+def _below_pins(ns: Tree, main: set[int], pinned: set[int]) -> set[int]:
+    below: set[int] = set()
     for i in ns.real:
         if i not in main and (i in pinned or ns.base[i] in below):
             below.add(i)
     return below
 
 
-def _ranks(ns: Namespace, live: list[str], divided: Turns) -> dict[str, int]:
-    rank: dict[str, int] = {}
+def _ranks(ns: Tree, live: list[int], divided: Turns) -> list[int]:
+    unknown = len(ns.rows)  # More than there are turns.
+    rank = [unknown] * len(ns.rows)
     for i in reversed(live):
-        below = [rank[c] + (c in divided.starts) for c in ns.children[i] if c in rank]
-        rank[i] = min(below, default=0)
+        own = rank[i]
+        if own == unknown:
+            own = rank[i] = 0
+        if divided.starts[i]:
+            own += 1
+        above = ns.base[i]
+        if above is not None and own < rank[above]:
+            rank[above] = own
     return rank
 
 
 def _young(
-    ns: Namespace, live: list[str], divided: Turns, limit: timedelta | None, now: datetime
-) -> set[str]:
+    ns: Tree, live: list[int], divided: Turns, limit: timedelta | None, now: datetime
+) -> set[int]:
     if limit is None:
         return set()
-    continued = {ns.base[i] for i in live if i not in divided.starts}
+    continued = {ns.base[i] for i in live if not divided.starts[i]}
     # A turn is as old as the checkpoints that end it: those also stay when it is compacted, so
     # that it never ages by being compacted.
-    ends: dict[str, list[datetime | None]] = {}
-    for i in live:
-        if i not in continued:
-            ends.setdefault(divided.of[i], []).append(time_of(ns.rows[i]))
-    return {turn for turn, times in ends.items() if _is_young(newest(times), limit, now)}
+    ends = [i for i in live if i not in continued]
+    # It is young if one of them is.
+    return {divided.of[i] for i in ends if _is_young(time_of(ns.rows[i]), limit, now)}
 
 
-def _is_last(facts: _Facts, i: str) -> bool:
-    limit = facts.policy.keep_last_turns
-    return limit is not None and facts.rank[i] < limit
+Kept = Iterable[int]
+Rules = tuple[tuple[str, Callable[[_Facts], Kept]], ...]
 
 
-TURN_RULES: tuple[tuple[str, Callable[[_Facts, str], bool]], ...] = (
-    ("every_turn", lambda facts, _: facts.policy.keeps_every_turn),
-    ("unknown_turns", lambda facts, _: not facts.turns.told_apart),
-    ("last_turns", _is_last),
-    ("young_turn", lambda facts, i: facts.turns.of[i] in facts.young),
-    ("matching_turn", lambda facts, i: facts.turns.of[i] in facts.matching),
+def _every_turn(facts: _Facts) -> Kept:
+    return facts.live if facts.policy.keeps_every_turn else ()
+
+
+def _unknown_turns(facts: _Facts) -> Kept:
+    return () if facts.turns.told_apart else facts.live
+
+
+def _last_turns(facts: _Facts) -> Kept:
+    limit, rank = facts.policy.keep_last_turns, facts.rank
+    return () if limit is None else [i for i in facts.live if rank[i] < limit]
+
+
+def _of_turns(facts: _Facts, wanted: set[int]) -> Kept:
+    return [i for i in facts.live if facts.turns.of[i] in wanted] if wanted else ()
+
+
+TURN_RULES: Rules = (
+    ("every_turn", _every_turn),
+    ("unknown_turns", _unknown_turns),
+    ("last_turns", _last_turns),
+    ("young_turn", lambda facts: _of_turns(facts, facts.young)),
+    ("matching_turn", lambda facts: _of_turns(facts, facts.matching)),
 )
-"""Why a checkpoint's turn stays; the first rule that holds is the reason."""
+"""What stays because its turn does, rule by rule; the first rule that names it is the reason."""
 
 
-def _ends_turn(facts: _Facts, i: str) -> bool:
-    return any(child in facts.turns.starts for child in facts.ns.children[i] if child in facts.rank)
+def _rest(facts: _Facts) -> Kept:
+    began_after = {facts.ns.base[i] for i in facts.live if facts.turns.starts[i]}
+    return [i for i in facts.live if i in began_after]
 
 
-def _hides_its_turn(facts: _Facts, i: str) -> bool:
+def _match(facts: _Facts) -> Kept:
+    return [i for i in facts.live if facts.ns.rows[i].matches] if facts.matching else ()
+
+
+def _turn_start(facts: _Facts) -> Kept:
     # What follows an input row counts as its turn, so a turn that follows a turn which was never
     # more than its input keeps its own first checkpoint.
-    base = facts.ns.base[i]
-    return i in facts.turns.starts and base is not None and facts.ns.rows[base].source == "input"
+    ns = facts.ns
+    for i in facts.live:
+        base = ns.base[i] if facts.turns.starts[i] else None
+        if base is not None and ns.source[base] == "input":
+            yield i
 
 
-REST_RULES: tuple[tuple[str, Callable[[_Facts, str], bool]], ...] = (
-    ("rest", _ends_turn),
-    ("match", lambda facts, i: bool(facts.matching) and facts.ns.rows[i].matches),
-    ("turn_start", _hides_its_turn),
-)
-"""Why a checkpoint of a compacted turn stays."""
-
-Rules = tuple[tuple[str, Callable[[_Facts, str], bool]], ...]
+REST_RULES: Rules = (("rest", _rest), ("match", _match), ("turn_start", _turn_start))
+"""What stays of a compacted turn, rule by rule."""
 
 
-def _first(rules: Rules, facts: _Facts, i: str) -> str | None:
-    return next((name for name, holds in rules if holds(facts, i)), None)
+def _by_rules(rules: Rules, facts: _Facts) -> list[str | None]:
+    """Return by place the first rule that keeps a checkpoint."""
+    reasons: list[str | None] = [None] * len(facts.ns.rows)
+    for name, keeps in reversed(rules):
+        for i in keeps(facts):
+            reasons[i] = name
+    return reasons
 
 
-def _chosen_turns(facts: _Facts, pinned: set[str]) -> Choice:
-    choice = Choice(drop=dict.fromkeys(facts.siblings, "sibling"))
-    wanted = {i: _first(TURN_RULES, facts, i) for i in facts.live}
-    compacts = facts.policy.compact_supersteps and facts.turns.marked
-    lasting = _lasting(facts, wanted, pinned) if compacts else facts
-    for i, reason in wanted.items():
-        if reason is None:
-            choice.drop[i] = "expired"
-        elif compacts and lasting.rank[i] > 0:
-            rest = _first(REST_RULES, lasting, i)
-            if rest is None:
-                choice.drop[i] = "superstep"
-            else:
-                choice.keep[i] = rest
-        else:
-            choice.keep[i] = reason
-    for turn in {facts.turns.of[i]: None for i in facts.live if wanted[i]}:
-        choice.want(facts.ns.base[turn], "base")
+def _chosen_turns(facts: _Facts, pinned: set[int]) -> Choice:
+    ns = facts.ns
+    wanted = _by_rules(TURN_RULES, facts)
+    starting = {facts.turns.of[i] for i in facts.live if wanted[i]}
+    choice = Choice(_compacted(facts, wanted, pinned), [None] * len(ns.rows))
+    for i in facts.live:
+        if choice.keep[i] is None:
+            choice.drop[i] = "superstep" if wanted[i] else "expired"
+    for i in facts.siblings:
+        choice.drop[i] = "sibling"
+    for turn in starting:
+        choice.want(ns.base[turn], "base")
     return choice
 
 
-def _lasting(facts: _Facts, wanted: dict[str, str | None], pinned: set[str]) -> _Facts:
+def _compacted(facts: _Facts, wanted: list[str | None], pinned: set[int]) -> list[str | None]:
+    """Return ``wanted`` without the supersteps of turns that a compacting policy drops."""
+    if not (facts.policy.compact_supersteps and facts.turns.marked):
+        return wanted
+    lasting = _lasting(facts, wanted, pinned)
+    rests = _by_rules(REST_RULES, lasting)
+    return [
+        rests[i] if reason and lasting.rank[i] > 0 else reason for i, reason in enumerate(wanted)
+    ]
+
+
+def _lasting(facts: _Facts, wanted: list[str | None], pinned: set[int]) -> _Facts:
     """Look at what leads to something that stays: a branch that has expired ends no turn."""
-    lasting: set[str | None] = {facts.ns.head, *pinned}
+    ns = facts.ns
+    lasting: set[int | None] = {ns.head, *pinned}
     for i in reversed(facts.live):
         if i in lasting or wanted[i]:
-            lasting |= {i, facts.ns.base[i]}
+            lasting |= {i, ns.base[i]}
     live = [i for i in facts.live if i in lasting]
-    return replace(facts, live=live, rank=_ranks(facts.ns, live, facts.turns))
+    return replace(facts, live=live, rank=_ranks(ns, live, facts.turns))
 
 
 def _notes(facts: _Facts) -> tuple[str, ...]:

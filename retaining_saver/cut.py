@@ -11,109 +11,141 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from retaining_saver.branches import Choice
 from retaining_saver.entries import FORKED, SENDS
-from retaining_saver.lineage import Namespace, needs
-from retaining_saver.planned import Carry, Graft
+from retaining_saver.planned import Carry, Entries, Graft
+from retaining_saver.tree import Tree, needs
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LOW_BITS = (1 << 62) - 1
 
 
 @dataclass(slots=True)
+class Grafts:
+    """The fields of ``Graft``, each a list: there may be one for every few checkpoints."""
+
+    names: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    parents: list[str | None] = field(default_factory=list)
+    moved: list[str | None] = field(default_factory=list)
+
+    def add(self, ns: Tree, child: int, reason: str, parent: str | None, moved: int | None) -> None:
+        """Add one."""
+        self.names.append(ns.name)
+        self.ids.append(ns.ids[child])
+        self.reasons.append(reason)
+        self.parents.append(parent)
+        self.moved.append(_id(ns, moved))
+
+    def entries(self) -> Entries[Graft]:
+        """Return all of them."""
+        return Entries(Graft, self.names, self.ids, self.reasons, self.parents, self.moved)
+
+
+@dataclass(slots=True)
 class Cut:
-    """What is to be done about the gaps of one namespace, and which carriers of before stay."""
+    """What is to be done about the gaps, and which carriers of before stay."""
 
-    graft: list[Graft] = field(default_factory=list)
+    graft: Grafts = field(default_factory=Grafts)
     carry: list[Carry] = field(default_factory=list)
-    carriers: set[str] = field(default_factory=set)
+    carriers: set[int] = field(default_factory=set)
 
 
-def cut(ns: Namespace, choice: Choice, replayed: Sequence[Sequence[str]] = ()) -> Cut:
-    """Close every gap in one namespace.
+def cut(ns: Tree, choice: Choice, done: Cut, replayed: Sequence[Sequence[str]] = ()) -> None:
+    """Close every gap in one namespace: add to ``done``.
 
     ``replayed`` are, for the root namespace, the sorted ids that stay of each subgraph that a
     replay reads as of a root checkpoint.
     """
-    done = Cut()
+    orphaned = _orphaned(ns, choice)
+    if not orphaned:
+        return
     made: set[str] = set()
-    needed = needs(ns, set(choice.keep))
-    for parent, children in _gaps(ns, choice).items():
+    needed = needs(ns, choice.keep, set(orphaned))
+    for parent, group in groupby(orphaned, key=ns.parent.__getitem__):
+        assert parent is not None  # By which they are orphaned.
+        children = list(group)
         stretch, ancestor = _stretch(ns, choice, parent)
-        if stretch == [parent] and parent in ns.carriers:
+        if stretch == [parent] and ns.carrier[parent]:
             done.carriers.add(parent)
             continue
         read = frozenset[str]().union(*(needed.get(child, ()) for child in children))
         carry = _carry(ns, choice, stretch, ancestor, children, read)
-        forks = [child for child in children if ns.rows[child].source in FORKED and replayed]
-        if carry is None and _bounds_replays(parent, forks, ancestor, replayed):
-            carry = Carry(ns.name, "", "bound", ancestor, tuple(children), (), {}, {})
+        forks = [child for child in children if ns.source[child] in FORKED and replayed]
+        if carry is None and _bounds_replays(ns, parent, forks, ancestor, replayed):
+            carry = _carrier(ns, "bound", ancestor, children)
         if carry is not None:
-            near = parent if forks else None
-            carry = replace(carry, checkpoint_id=_id_below(carry, made, ns.rows, near))
+            near = ns.ids[parent] if forks else None
+            carry = replace(carry, checkpoint_id=_id_below(ns, carry, made, near))
             made.add(carry.checkpoint_id)
             done.carry.append(carry)
-        onto = ancestor if carry is None else carry.checkpoint_id
-        reason = carry.reason if carry else "graft" if ancestor else "cut"
+        onto = carry.checkpoint_id if carry else _id(ns, ancestor)
+        reason = carry.reason if carry else "graft" if onto else "cut"
         moved = next((i for i in stretch if i in choice.moving), None)
         for child in children:
-            done.graft.append(Graft(ns.name, child, reason, onto, moved))
-    return done
+            done.graft.add(ns, child, reason, onto, moved)
 
 
-def _gaps(ns: Namespace, choice: Choice) -> dict[str, list[str]]:
-    """Group the kept checkpoints whose parent is not kept by that parent."""
-    gaps: dict[str, list[str]] = {}
-    for i in ns.order:
-        parent = ns.rows[i].parent_id
-        if i in choice.keep and parent is not None and parent not in choice.keep:
-            gaps.setdefault(parent, []).append(i)
-    return gaps
+def _id(ns: Tree, i: int | None) -> str | None:
+    return None if i is None else ns.ids[i]
 
 
-def _stretch(ns: Namespace, choice: Choice, i: str | None) -> tuple[list[str], str | None]:
+def _orphaned(ns: Tree, choice: Choice) -> list[int]:
+    """List the kept checkpoints whose parent is not kept; those of one parent stand together."""
+    keep, parents = choice.keep, ns.parent
+    return [
+        i
+        for i in ns.order
+        if keep[i] is not None and (parent := parents[i]) is not None and keep[parent] is None
+    ]
+
+
+def _stretch(ns: Tree, choice: Choice, i: int | None) -> tuple[list[int], int | None]:
     """List what goes from ``i`` upwards, newest first, and the first ancestor that stays."""
     stretch = []
-    while i is not None and i not in choice.keep:
+    while i is not None and choice.keep[i] is None:
         stretch.append(i)
-        i = ns.rows[i].parent_id
+        i = ns.parent[i]
     return stretch, i
 
 
 def _carry(
-    ns: Namespace,
+    ns: Tree,
     choice: Choice,
-    stretch: list[str],
-    ancestor: str | None,
-    children: list[str],
+    stretch: list[int],
+    ancestor: int | None,
+    children: list[int],
     read: frozenset[str],
 ) -> Carry | None:
-    writes, seeds = _taken(ns, [i for i in stretch if i not in choice.moving], read)
-    old_format = any(ns.rows[child].v < 4 for child in children)
+    writes, seeds = _taken(ns, (i for i in stretch if i not in choice.moving), read)
+    old_format = ns.old_format and any(ns.rows[child].v < 4 for child in children)
     shields = old_format and ancestor is not None and SENDS in ns.rows[ancestor].writes.channels
     if not (writes or seeds or shields):
         return None
-    used = {*seeds.values(), *(i for ids in writes.values() for i in ids)}
-    return Carry(
-        ns.name,
-        "",
-        "carried" if used else "shielded",
-        ancestor,
-        tuple(children),
-        tuple(i for i in reversed(stretch) if i in used),
-        {channel: tuple(reversed(writes[channel])) for channel in sorted(writes)},
-        {channel: seeds[channel] for channel in sorted(seeds)},
+    used = {*seeds.values(), *(i for places in writes.values() for i in places)}
+    return replace(
+        _carrier(ns, "carried" if used else "shielded", ancestor, children),
+        sources=tuple(ns.ids[i] for i in reversed(stretch) if i in used),
+        writes={c: tuple(ns.ids[i] for i in reversed(writes[c])) for c in sorted(writes)},
+        seeds={c: ns.ids[seeds[c]] for c in sorted(seeds)},
     )
 
 
+def _carrier(ns: Tree, reason: str, ancestor: int | None, children: list[int]) -> Carry:
+    """Say where a carrier stands; it has no id yet and carries nothing."""
+    ids = tuple(ns.ids[child] for child in children)
+    return Carry(ns.name, "", reason, _id(ns, ancestor), ids, (), {}, {})
+
+
 def _taken(
-    ns: Namespace, stretch: Iterable[str], read: frozenset[str]
-) -> tuple[dict[str, list[str]], dict[str, str]]:
+    ns: Tree, stretch: Iterable[int], read: frozenset[str]
+) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Find who wrote what is read, newest first, and who stores the value that ends each read."""
-    writes: dict[str, list[str]] = {}
-    seeds: dict[str, str] = {}
+    writes: dict[str, list[int]] = {}
+    seeds: dict[str, int] = {}
     for i in stretch:
         if not read:
             break
@@ -127,20 +159,24 @@ def _taken(
 
 
 def _bounds_replays(
-    parent: str, forks: list[str], ancestor: str | None, replayed: Sequence[Sequence[str]]
+    ns: Tree,
+    parent: int,
+    forks: list[int],
+    ancestor: int | None,
+    replayed: Sequence[Sequence[str]],
 ) -> bool:
     """Tell whether a replay of a fork would read another state of a subgraph without its parent.
 
     It reads what was newest before the fork's parent, not before the fork.
     """
     return any(
-        bisect_left(ids, parent) != bisect_left(ids, ancestor or fork)
+        bisect_left(ids, ns.ids[parent]) != bisect_left(ids, _id(ns, ancestor) or ns.ids[fork])
         for ids in replayed
         for fork in forks
     )
 
 
-def _id_below(carry: Carry, made: Collection[str], rows: Collection[str], near: str | None) -> str:
+def _id_below(ns: Tree, carry: Carry, made: Collection[str], near: str | None) -> str:
     """Make an id so close below the children that nothing a replay looks for lies between.
 
     For forks that is below ``near``, the parent that goes, unless clocks disagreed and its id
@@ -151,7 +187,7 @@ def _id_below(carry: Carry, made: Collection[str], rows: Collection[str], near: 
         chosen = _preceding(near)
     else:
         chosen = _preceding(child)
-    while chosen in rows or chosen in made:
+    while ns.find(chosen) is not None or chosen in made:
         chosen = _preceding(chosen)
     if ancestor is not None and ancestor < child and chosen <= ancestor:
         raise ValueError(f"No checkpoint id fits between {ancestor} and {child}.")

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
+from itertools import chain, compress, count, repeat
 from typing import Protocol
 
 from retaining_saver.branches import Choice
 from retaining_saver.cut import Cut, cut
 from retaining_saver.entries import StoredThread
-from retaining_saver.lineage import (
-    Lineage,
-    Namespace,
-    begins_the_thread,
-    is_call,
-    lineage,
-    time_in,
-)
+from retaining_saver.lineage import Lineage, is_call, lineage, time_in
 from retaining_saver.planned import (
     RULES,
     Carry,
+    Entries,
     Entry,
     Fold,
     Graft,
@@ -40,6 +35,7 @@ from retaining_saver.selection import (
     heads_only,
     without_runs,
 )
+from retaining_saver.tree import Tree, begins_the_thread
 
 __all__ = [
     "GRACE",
@@ -152,10 +148,10 @@ def _is_idle(lin: Lineage, policy: RetentionPolicy, pins: Collection[Key], now: 
 
 
 def _takes_all_that_is_left(lin: Lineage, selection: Selection) -> bool:
-    root = lin.namespaces.get(ROOT_NS)
+    root = lin.trees.get(ROOT_NS)
     if root is None or not root.real or begins_the_thread(root):
         return False
-    return selection.choices[ROOT_NS].drop.keys() >= set(root.real)
+    return all(selection.choice.drop[i] for i in root.real)
 
 
 _NOTHING_LEFT = (
@@ -166,14 +162,20 @@ _NOTHING_LEFT = (
 
 def _refused(lin: Lineage, reason: str = "broken", *problems: str) -> RetentionPlan:
     thread = lin.thread
-    keep = (Entry(c.checkpoint_ns, c.checkpoint_id, reason) for c in thread.checkpoints)
-    return RetentionPlan(thread.thread_id, tuple(keep), problems=(*lin.problems, *problems))
+    keep = _alike(thread, reason)
+    return RetentionPlan(thread.thread_id, keep, problems=(*lin.problems, *problems))
 
 
 def _whole_thread(lin: Lineage, orphans: tuple[Entry, ...]) -> RetentionPlan:
     thread = lin.thread
-    drop = (Entry(c.checkpoint_ns, c.checkpoint_id, "idle") for c in thread.checkpoints)
-    return RetentionPlan(thread.thread_id, drop=tuple(drop), orphans=orphans, delete_thread=True)
+    drop = _alike(thread, "idle")
+    return RetentionPlan(thread.thread_id, drop=drop, orphans=orphans, delete_thread=True)
+
+
+def _alike(thread: StoredThread, reason: str) -> Entries[Entry]:
+    rows = thread.checkpoints
+    names, ids = [row.checkpoint_ns for row in rows], [row.checkpoint_id for row in rows]
+    return Entries(Entry, names, ids, [reason] * len(rows))
 
 
 def _orphans(lin: Lineage, now: datetime, grace: timedelta) -> tuple[Entry, ...]:
@@ -192,26 +194,24 @@ def _assembled(
     keep_runs: int = KEEP_RUNS,
     rollback: tuple[Rollback, ...] = (),
 ) -> RetentionPlan:
-    keep: list[Entry] = []
-    drop: list[Entry] = []
-    graft: list[Graft] = []
-    carry: list[Carry] = []
-    fold: list[Fold] = []
-    replayed = [sorted(c.keep) for n, c in selection.choices.items() if n and not is_call(n)]
-    for name, ns in lin.namespaces.items():
-        choice = selection.choices[name]
-        gaps = cut(ns, choice, replayed if name == ROOT_NS else ())
-        _list_entries(ns, choice, gaps, keep, drop)
-        graft += gaps.graft
-        carry += gaps.carry
-        fold += _folds(ns, choice)
+    choice, trees = selection.choice, lin.trees.values()
+    replayed = [
+        [ns.ids[i] for i in ns.places if choice.keep[i]]
+        for ns in trees
+        if ns.name != ROOT_NS and not is_call(ns.name)
+    ]
+    gaps = Cut()
+    for ns in trees:
+        cut(ns, choice, gaps, replayed if ns.name == ROOT_NS else ())
+    fold = _folds(lin, choice)  # Carriers record nothing, and nothing is chosen of them yet.
+    keep, drop = _entries(lin, choice, gaps.carriers)
     return RetentionPlan(
         lin.thread.thread_id,
-        tuple(keep),
-        tuple(drop),
-        tuple(graft),
-        tuple(carry),
-        tuple(fold),
+        keep,
+        drop,
+        gaps.graft.entries(),
+        tuple(gaps.carry),
+        fold,
         rollback,
         orphans,
         keep_runs=keep_runs,
@@ -219,66 +219,101 @@ def _assembled(
     )
 
 
-def _list_entries(
-    ns: Namespace, choice: Choice, gaps: Cut, keep: list[Entry], drop: list[Entry]
-) -> None:
-    for i in sorted(ns.rows):
-        if i in gaps.carriers:
-            keep.append(Entry(ns.name, i, "carrier"))
-        elif i in choice.keep:
-            keep.append(Entry(ns.name, i, choice.keep[i]))
+def _entries(
+    lin: Lineage, choice: Choice, carriers: set[int]
+) -> tuple[Entries[Entry], Entries[Entry]]:
+    """Settle which carriers of before stay (``carriers``), and list what stays and what goes."""
+    for i in compress(count(), lin.columns.carrier):
+        if i in carriers:
+            choice.keep[i] = "carrier"
         else:
-            drop.append(Entry(ns.name, i, choice.drop.get(i, "carrier_replaced")))
+            choice.drop[i] = "carrier_replaced"
+    return _listed(lin, choice.keep), _listed(lin, choice.drop)
 
 
-def _folds(ns: Namespace, choice: Choice) -> Iterator[Fold]:
+def _listed(lin: Lineage, reasons: list[str | None]) -> Entries[Entry]:
+    """List the checkpoints that have a reason."""
+    names = chain.from_iterable(repeat(ns.name, len(ns.places)) for ns in lin.trees.values())
+    return Entries(
+        Entry,
+        list(compress(names, reasons)),
+        list(compress(lin.columns.ids, reasons)),
+        list(filter(None, reasons)),
+    )
+
+
+def _folds(lin: Lineage, choice: Choice) -> Entries[Fold]:
     """Find a place for what dropped checkpoints recorded, oldest first.
 
     What an annotation added goes to the checkpoint that it annotates. Where that one goes as
     well, run history moves to the oldest kept checkpoint of the main line; a branch that goes
     takes its history along.
     """
-    line = list(ns.line(ns.head))
-    main = set(line) if ns.name == ROOT_NS else set()
-    oldest = next((i for i in reversed(line) if i in choice.keep), None)
-    for i in sorted(choice.drop):
-        base = ns.base[i] if i in ns.annotations else i
-        if choice.drop[i] == "run" or base is None:
+    columns, keep, drop = lin.columns, choice.keep, choice.drop
+    rows, ids = columns.rows, columns.ids
+    recording = [i for i in columns.recording if drop[i]]
+    bases = [columns.base[i] if columns.annotation[i] else i for i in recording]
+    # The line may be long, and often all that goes are annotations of what stays.
+    line = [] if all(base is None or keep[base] for base in bases) else _main_line(lin)
+    main, oldest = set(line), next((i for i in reversed(line) if keep[i]), None)
+    folded: list[int] = []
+    into: list[int] = []
+    whole: list[bool] = []
+    for i, base in zip(recording, bases, strict=True):
+        if drop[i] == "run" or base is None:
             continue
-        if base in choice.keep:
-            yield Fold(ns.name, i, "folded", base, whole=True)
-        elif base in main and oldest is not None and ns.rows[i].has_history:
-            yield Fold(ns.name, i, "folded", oldest, whole=False)
+        stays = keep[base] is not None
+        target = base if stays else oldest
+        if target is not None and (stays or (base in main and rows[i].has_history)):
+            folded.append(i)
+            into.append(target)
+            whole.append(stays)
+    return Entries(
+        Fold,
+        [rows[i].checkpoint_ns for i in folded],
+        [ids[i] for i in folded],
+        ["folded"] * len(folded),
+        [ids[i] for i in into],
+        whole,
+    )
+
+
+def _main_line(lin: Lineage) -> list[int]:
+    root = lin.trees.get(ROOT_NS)
+    return [] if root is None else list(root.line(root.head))
 
 
 def _rollbacks(lin: Lineage, selection: Selection) -> Iterator[Rollback]:
     """Find the checkpoints that lose their last child, and those that enclose them."""
+    keep, annotation = selection.choice.keep, lin.columns.annotation
     opened: set[Key] = set()
-    for name in sorted(lin.namespaces, reverse=True):  # What is enclosed before what encloses.
-        ns, keep = lin.namespaces[name], selection.choices[name].keep
-        leading = ns.leading_to({i for i in keep if i in ns.children})
+    # A kept annotation leads to nothing by itself.
+    real = [reason is not None and not annotation[i] for i, reason in enumerate(keep)]
+    for ns in reversed(lin.trees.values()):  # What is enclosed before what encloses.
+        leading = ns.leading_to(real)
         for i in ns.order:
             # A child that goes may leave its own children to this one.
-            if i not in keep or any(child in leading for child in _below(ns, i)):
+            if keep[i] is None or any(child in leading for child in _below(ns, i)):
                 continue
             loses, row = bool(_below(ns, i)), ns.rows[i]
             if loses:
                 opened.update(row.parents)
             # A question asked inside a subgraph shows as one of the checkpoint that called it.
-            if row.writes.rows and (loses or (row.writes.asked and (name, i) in opened)):
+            shows = bool(row.writes.asked) and (ns.name, row.checkpoint_id) in opened
+            if row.writes.rows and (loses or shows):
                 yield _rollback(ns, i)
 
 
-def _below(ns: Namespace, i: str) -> list[str]:
-    if i in ns.annotations:
-        return [child for child in ns.direct[i] if child in ns.children]
-    return ns.children[i]
+def _below(ns: Tree, i: int) -> list[int]:
+    if ns.annotation[i]:
+        return [child for child in ns.stored_below(i) if ns.is_real(child)]
+    return [*ns.real_below(i)]
 
 
-def _rollback(ns: Namespace, i: str) -> Rollback:
-    writes = ns.rows[i].writes
+def _rollback(ns: Tree, i: int) -> Rollback:
+    checkpoint_id, writes = ns.ids[i], ns.rows[i].writes
     if writes.asked:
-        return Rollback(ns.name, i, "reopened", writes.asked)
+        return Rollback(ns.name, checkpoint_id, "reopened", writes.asked)
     if writes.failed:
-        return Rollback(ns.name, i, "retried", writes.failed)
-    return Rollback(ns.name, i, "undone", None)
+        return Rollback(ns.name, checkpoint_id, "retried", writes.failed)
+    return Rollback(ns.name, checkpoint_id, "undone", None)

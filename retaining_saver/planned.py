@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from operator import eq
+from typing import Any, TypeVar, overload
 
 RULES: dict[str, str] = {
     # Why a checkpoint stays.
@@ -117,6 +118,48 @@ class Rollback(Entry):
     tasks: tuple[str, ...] | None
 
 
+E = TypeVar("E", bound=Entry)
+
+
+class Entries(Sequence[E]):
+    """The entries of a whole thread, each made when it is asked for. Equal to a tuple of them.
+
+    A plan lists every checkpoint. As objects of their own, 100,000 entries would have the garbage
+    collector go through everything in the process, which takes longer than deciding about them.
+    """
+
+    __slots__ = ("_columns", "_kind")
+
+    def __init__(self, kind: Callable[..., E], *columns: Sequence[Any]) -> None:
+        self._kind = kind
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __iter__(self) -> Iterator[E]:
+        return map(self._kind, *self._columns)
+
+    @overload
+    def __getitem__(self, index: int) -> E: ...
+    @overload
+    def __getitem__(self, index: slice) -> Entries[E]: ...
+    def __getitem__(self, index: int | slice) -> E | Entries[E]:
+        found = [column[index] for column in self._columns]
+        return Entries(self._kind, *found) if isinstance(index, slice) else self._kind(*found)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (tuple, Entries)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
     """What retention does to one thread. Every stored checkpoint is in ``keep`` or in ``drop``.
@@ -129,11 +172,11 @@ class RetentionPlan:
     """
 
     thread_id: str
-    keep: tuple[Entry, ...] = ()
-    drop: tuple[Entry, ...] = ()
-    graft: tuple[Graft, ...] = ()
+    keep: Sequence[Entry] = ()
+    drop: Sequence[Entry] = ()
+    graft: Sequence[Graft] = ()
     carry: tuple[Carry, ...] = ()
-    fold: tuple[Fold, ...] = ()
+    fold: Sequence[Fold] = ()
     rollback: tuple[Rollback, ...] = ()
     orphans: tuple[Entry, ...] = ()
     delete_thread: bool = False
@@ -157,14 +200,15 @@ class RetentionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Entry):
+        value = asdict(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (tuple, Entries)):
         return [_plain(item) for item in value]
     return value
 

@@ -107,8 +107,8 @@ def retain(
             dry_run,
             applied.before,
             applied.after,
-            decided.drop,
-            decided.graft,
+            tuple(decided.drop),
+            tuple(decided.graft),
             decided.carry,
             decided.problems,
         )

@@ -216,6 +216,7 @@ def applied(world: World, plan: RetentionPlan) -> World:
             channel: world.seeded(rows[carry.checkpoint_ns, i], channel)
             for channel, i in carry.seeds.items()
         }
+    rows.update(made)  # What a link wrote may move to a new carrier.
     for graft in plan.graft:
         key = (graft.checkpoint_ns, graft.checkpoint_id)
         if graft.moves_writes is not None and graft.parent_id is not None:
