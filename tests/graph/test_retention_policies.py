@@ -125,6 +125,18 @@ async def _raw(talk: Talk) -> None:
         await talk.say([f"u{n}"])
 
 
+async def _migrated(talk: Talk, **options: Any) -> None:
+    """Turn a channel into a delta channel: its last plain value is what the deltas rest on."""
+    before = replace(talk, graph=graphs.chat_graph(talk.saver, "full"))
+    for n in range(2):
+        await before.say(graphs.say(f"full-{n}"), **options)
+    await talk.say(graphs.say("delta"), **options)
+
+
+async def _exit_migrated(talk: Talk) -> None:
+    await _migrated(talk, durability="exit")
+
+
 def _stopping(mode: graphs.Mode) -> Callable[[Saver], Any]:
     return lambda saver: graphs.chat_graph(saver, mode, interrupt_before=["search"])
 
@@ -175,6 +187,8 @@ MORE = [
     ),
     *(History(f"exit-questions-{m}", _asking(m), _exit_questions, _ANSWERED) for m in graphs.MODES),
     *(History(f"commands-{m}", _chat(m), _commanded, (None, *_SAID)) for m in graphs.MODES),
+    History("migrated", _chat("delta"), _migrated, _SAID),
+    History("exit-migrated", _chat("delta"), _exit_migrated, _SAID),
     History("failed", _failing, _left_failed, (None, {"log": ["more"]})),
     History("forked-deltas", graphs.two_delta_graph, _forked_deltas, _LOGGED),
 ]
@@ -306,8 +320,23 @@ EVERY = [*HISTORIES, *MORE]
 
 
 # Memory sees every shape; the databases those in which their tables differ most.
-SQLITE = ("leaves-delta", "regenerated-delta", "calls-delta", "exit-subgraphs-delta", "commands-")
-POSTGRES = (*SQLITE, "exit-leaves", "forks-full", "exit-questions-delta", "forked-", "raw")
+SQLITE = (
+    "leaves-delta",
+    "regenerated-delta",
+    "calls-delta",
+    "exit-subgraphs-delta",
+    "commands-",
+    "migrated",
+)
+POSTGRES = (
+    *SQLITE,
+    "exit-migrated",
+    "exit-leaves",
+    "forks-full",
+    "exit-questions-delta",
+    "forked-",
+    "raw",
+)
 ASYNC = ("forked-deltas", "calls-delta")
 
 
