@@ -27,6 +27,7 @@ from retaining_saver.planned import (
     Rollback,
 )
 from retaining_saver.policy import RetentionPolicy
+from retaining_saver.recorded import folds
 from retaining_saver.records import ROOT_NS
 from retaining_saver.selection import (
     Key,
@@ -203,7 +204,8 @@ def _assembled(
     gaps = Cut()
     for ns in trees:
         cut(ns, choice, gaps, replayed if ns.name == ROOT_NS else ())
-    fold = _folds(lin, choice)  # Carriers record nothing, and nothing is chosen of them yet.
+    # Carriers record nothing, and nothing is chosen of them yet.
+    fold = folds(lin, choice, keep_runs)
     keep, drop = _entries(lin, choice, gaps.carriers)
     return RetentionPlan(
         lin.thread.thread_id,
@@ -240,47 +242,6 @@ def _listed(lin: Lineage, reasons: list[str | None]) -> Entries[Entry]:
         list(compress(lin.columns.ids, reasons)),
         list(filter(None, reasons)),
     )
-
-
-def _folds(lin: Lineage, choice: Choice) -> Entries[Fold]:
-    """Find a place for what dropped checkpoints recorded, oldest first.
-
-    What an annotation added goes to the checkpoint that it annotates. Where that one goes as
-    well, run history moves to the oldest kept checkpoint of the main line; a branch that goes
-    takes its history along.
-    """
-    columns, keep, drop = lin.columns, choice.keep, choice.drop
-    rows, ids = columns.rows, columns.ids
-    recording = [i for i in columns.recording if drop[i]]
-    bases = [columns.base[i] if columns.annotation[i] else i for i in recording]
-    # The line may be long, and often all that goes are annotations of what stays.
-    line = [] if all(base is None or keep[base] for base in bases) else _main_line(lin)
-    main, oldest = set(line), next((i for i in reversed(line) if keep[i]), None)
-    folded: list[int] = []
-    into: list[int] = []
-    whole: list[bool] = []
-    for i, base in zip(recording, bases, strict=True):
-        if drop[i] == "run" or base is None:
-            continue
-        stays = keep[base] is not None
-        target = base if stays else oldest
-        if target is not None and (stays or (base in main and rows[i].has_history)):
-            folded.append(i)
-            into.append(target)
-            whole.append(stays)
-    return Entries(
-        Fold,
-        [rows[i].checkpoint_ns for i in folded],
-        [ids[i] for i in folded],
-        ["folded"] * len(folded),
-        [ids[i] for i in into],
-        whole,
-    )
-
-
-def _main_line(lin: Lineage) -> list[int]:
-    root = lin.trees.get(ROOT_NS)
-    return [] if root is None else list(root.line(root.head))
 
 
 def _rollbacks(lin: Lineage, selection: Selection) -> Iterator[Rollback]:

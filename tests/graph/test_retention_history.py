@@ -95,6 +95,29 @@ async def test_a_branch_that_goes_takes_its_runs_along(
 
 @each_way
 @each_kind
+async def test_a_branch_that_stays_tells_its_runs_however_much_of_it_goes(
+    kind: str, annotations: str, where: Where, thread_id: str
+) -> None:
+    async with open_retained(kind, where, thread_id, _chat, annotations=annotations) as thread:
+        first = await _run(thread, "run-0")
+        await _run(thread, "run-1")
+        middle = await _run(thread, "run-2")
+        branch = await _run(thread, "run-3")
+        other = await _run(thread, "run-4", at=middle)
+        await _run(thread, "run-5", at=first)
+        ends = (branch, other, None)
+        told = [await _told(thread, end) for end in ends]
+        thread.clock.now += timedelta(days=1)  # The runs' own pins have expired.
+        for policy in (RetentionPolicy(keep_last_turns=1), RetentionPolicy(keep_last_turns=2)):
+            copy = await thread.copied(str(policy.keep_last_turns))
+            await copy.enforce(policy)
+            assert told == [await _told(copy, end) for end in ends]
+            await _run(copy, "run-9", at=branch)
+            assert sorted({*told[0], "run-9"}) == sorted({*(await _told(copy)), "run-3"})
+
+
+@each_way
+@each_kind
 async def test_a_deleted_run_is_told_no_longer(
     kind: str, annotations: str, where: Where, thread_id: str
 ) -> None:

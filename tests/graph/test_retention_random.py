@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from langgraph.checkpoint.base import CheckpointTuple
 from langgraph.checkpoint.base.id import uuid6
 from langgraph.checkpoint.serde.types import _DeltaSnapshot
 
-from retaining_saver import RetentionPolicy
+from retaining_saver import CheckpointNotFoundError, Entry, RetentionPolicy
 from tests.support.leaves import put_leaf
-from tests.support.retained import Retained, is_carrier, key_of, open_retained
+from tests.support.retained import RECORDED, Retained, is_carrier, key_of, lines, open_retained
 from tests.support.savers import Saver, Where
 from tests.support.threads import dangling, named
 
@@ -205,6 +206,7 @@ def _check(
     ids = list(tree.nodes)
     ours, thread_id = thread.ours, thread.thread_id
     expected = tree.expected()
+    before = _stored(thread)
     for saver in (thread.bare, ours):
         assert expected == {i: _reads(saver, thread_id, i) for i in ids}
     pinned = {ids[n % len(ids)] for n in pins}
@@ -212,33 +214,62 @@ def _check(
         ours.pin(named(thread_id, i), ttl=None)
     _retain(thread, policy)
     once = thread.dump()
-    _retain(thread, policy)
+    assert not _retain(thread, policy)
     assert once == thread.dump()
-    rows = list(thread.bare.list(named(thread_id)))
-    assert [] == dangling(rows)
-    kept = [key_of(f)[1] for f in rows if not is_carrier(f)]
+    rows = _stored(thread)
+    assert [] == dangling(rows.values())
+    assert (set(), set()) == asyncio.run(thread.orphans())
+    kept = [i for i, row in rows.items() if not is_carrier(row)]
     assert pinned | {tree.head()} <= set(kept) <= set(ids)
+    assert sorted(kept) == sorted(key_of(f)[1] for f in ours.list(named(thread_id)))
     for saver in (thread.bare, ours):
         assert {i: expected[i] for i in kept} == {i: _reads(saver, thread_id, i) for i in kept}
+        for i in kept:
+            _check_content(before[i], saver.get_tuple(named(thread_id, i)))
+    # The line of each goes over all that stayed of its line before.
+    walked, lines_before = lines(rows.values()), lines(before.values())
+    for i in kept:
+        line = [above for above in walked["", i] if above in kept]
+        assert [above for above in lines_before["", i] if above in kept] == line
+    for i in rows.keys() - set(kept):
+        with pytest.raises(CheckpointNotFoundError):
+            ours.get_tuple(named(thread_id, i))
     # What was written from those that stay is there for their next children. One that took over
     # a leaf's rows is left out: LangGraph stores a snapshot in whatever starts there again.
-    pending = {key_of(f)[1]: len(f.pending_writes or ()) for f in rows}
     for i in kept:
         wrote = sum(map(len, tree.nodes[i].wrote.values()))
-        if wrote == pending[i] and not tree.nodes[i].is_leaf:
+        if wrote == len(rows[i].pending_writes or ()) and not tree.nodes[i].is_leaf:
             child = tree.put(i, "step")
             assert tree.nodes[child].reads == _reads(ours, thread_id, child)
 
 
-def _retain(thread: Retained, policy: RetentionPolicy | None) -> None:
+def _stored(thread: Retained) -> dict[str, CheckpointTuple]:
+    return {key_of(f)[1]: f for f in thread.bare.list(named(thread.thread_id))}
+
+
+def _check_content(before: CheckpointTuple, after: CheckpointTuple | None) -> None:
+    """Check that a checkpoint is as it was, but for what was folded and a leaf's rows."""
+    assert after is not None
+    assert before.checkpoint == after.checkpoint
+    assert _unfolded(before) == _unfolded(after)
+    assert not before.pending_writes or before.pending_writes == after.pending_writes
+
+
+def _unfolded(found: CheckpointTuple) -> dict[str, Any]:
+    return {k: v for k, v in found.metadata.items() if k not in RECORDED}
+
+
+def _retain(thread: Retained, policy: RetentionPolicy | None) -> tuple[Entry, ...]:
+    """Retain the thread; return what a policy dropped."""
     ours, thread_id = thread.ours, thread.thread_id
     if policy is None:
         ours.prune([thread_id])
-        return
+        return ()
     dry = ours.enforce_thread_retention(thread_id, policy, dry_run=True)
     real = ours.enforce_thread_retention(thread_id, policy)
     assert (dry.before, dry.after, dry.dropped) == (real.before, real.after, real.dropped)
     assert () == real.problems
+    return real.dropped
 
 
 @pytest.mark.parametrize(("kind", "examples"), [("memory", 200), ("sqlite", 60), ("pg", 40)])

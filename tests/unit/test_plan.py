@@ -408,6 +408,50 @@ def test_the_history_of_turns_that_go_moves_to_the_oldest_that_stays() -> None:
     assert (first, min(ids(made.keep)), False) in folded or first in ids(made.keep)
 
 
+def _folded(made: RetentionPlan) -> set[tuple[str, str]]:
+    return {(fold.checkpoint_id, fold.into) for fold in made.fold if not fold.whole}
+
+
+def test_what_dropped_turns_recorded_goes_to_the_first_that_stays_of_each_branch() -> None:
+    tree = Tree()
+    first = tree.turn(steps=1, has_history=True)
+    side = tree.turn(first, steps=1, has_history=True)
+    stays = tree.turn(side, steps=1, has_history=True)
+    gone = tree.turn(first, steps=1, has_history=True)
+    main = tree.turn(first, steps=1, has_history=True)
+    head = tree.turn(main, steps=1, has_history=True)
+    made = plan_prune(tree.thread(), [pin(stays)], tree.now)
+    assert {stays, head} == set(ids(made.keep))
+    # The second of each turn is its end.
+    shared = {(i, heir) for i in ("c001", first) for heir in (stays, head)}
+    of_side = {(i, stays) for i in ("c003", side, "c005")}
+    of_main = {(i, head) for i in ("c009", main, "c011")}
+    assert (shared | of_side | of_main) == _folded(made)
+    assert gone not in {i for i, _ in _folded(made)}
+
+
+def test_what_the_oldest_of_the_main_line_takes_over_is_not_repeated_on_branches() -> None:
+    tree = Tree()
+    first = tree.turn(steps=1, has_history=True)
+    second = tree.turn(first, steps=1, has_history=True)
+    side = tree.turn(second, steps=1, has_history=True)
+    tree.turn(second, steps=1)
+    made = plan_prune(tree.thread(), [pin(first), pin(side)], tree.now)
+    # On the side branch only what is its own is missing from the line of its checkpoint.
+    assert {("c001", first), ("c003", first), (second, first), ("c005", side)} == _folded(made)
+
+
+def test_a_branch_takes_over_no_more_than_the_newest_runs() -> None:
+    tree = Tree()
+    last = tree.input(has_history=True)
+    for _ in range(9):
+        last = tree.step(last, has_history=True)
+    side = tree.turn(last, steps=1, has_history=False)
+    tree.turn("c002", steps=1)
+    made = plan_prune(tree.thread(), [pin(side)], tree.now, keep_runs=3)
+    assert {"c008", "c009", "c010"} == {i for i, heir in _folded(made) if heir == side}
+
+
 def test_a_carrier_takes_the_writes_and_seeds_that_are_still_read() -> None:
     _, made = carriers()
     (carry,) = made.carry
