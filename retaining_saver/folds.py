@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 MARK = "retention"
+DURATION = "duration"
+"""The kind of a checkpoint that records runs."""
 LEGACY_MARKER = "runtime_run_duration"
 HISTORY_MAPS = ("run_durations", "run_message_ids")
 RECLAIMED_KEPT = 64

@@ -11,7 +11,7 @@ from retaining_saver import folds
 from retaining_saver.backends.base import Row, Surroundings
 from retaining_saver.known import KnownLeaf
 
-DURATION = "duration"
+DURATION = folds.DURATION
 
 Claim = Literal["marked", "structure"]
 Refusal = Literal["no_leaf", "parent_missing", "versions_differ"]

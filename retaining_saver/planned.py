@@ -49,6 +49,7 @@ RULES: dict[str, str] = {
     "shielded": "without it a child of an old format would read foreign pending sends",
     "bound": "a replay of a fork reads subgraphs as they were before the parent that goes",
     "folded": "what it recorded about runs would be lost with it",
+    "marked": "what shows that it is metadata-only may be folded into its parent, too",
     "reopened": "the run that answered its question is deleted",
     "retried": "the run that repeated its failed task is deleted",
     "undone": "the run that started from it is deleted",
@@ -100,7 +101,9 @@ class Carry(Entry):
 class Fold(Entry):
     """A dropped checkpoint whose record of runs moves into the metadata of ``into``.
 
-    With ``whole`` everything moves that it recorded by itself, else its run history only.
+    With ``whole`` everything moves that it recorded by itself, else its run history only. With
+    the reason ``marked`` nothing moves: ``into``, which annotates ``checkpoint_id``, is marked as
+    what it is.
     """
 
     into: str
@@ -240,7 +243,8 @@ def _moves(plan: RetentionPlan) -> Iterator[str]:
         with_rows = f", with the writes of {graft.moves_writes}" if graft.moves_writes else ""
         yield f"{_where(graft.checkpoint_ns)}{what}{with_rows}: {RULES[graft.reason]}."
     for fold in plan.fold:
-        what = f"Fold {fold.checkpoint_id} into {fold.into}"
+        marks = fold.reason == "marked"
+        what = f"Mark {fold.into}" if marks else f"Fold {fold.checkpoint_id} into {fold.into}"
         yield f"{_where(fold.checkpoint_ns)}{what}: {RULES[fold.reason]}."
     for back in plan.rollback:
         what = f"Open {back.checkpoint_id} again"

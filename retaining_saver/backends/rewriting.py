@@ -50,6 +50,9 @@ class Folding:
 
     def add(self, fold: Fold, dropped: Mapping[str, Any]) -> None:
         """Fold one dropped checkpoint's metadata."""
+        if fold.reason == "marked":
+            self._metadata = folds.tagged(self._metadata, self._into, folds.DURATION, dropped)
+            return
         if fold.whole:
             merged = folds.folded_into(self.metadata(), self._into, dropped, fold.checkpoint_id)
             self._metadata = merged

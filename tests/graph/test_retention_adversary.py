@@ -26,6 +26,7 @@ from typing_extensions import TypedDict
 from retaining_saver import RetentionPolicy
 from tests.support import graphs, releases
 from tests.support.alike import AlikeIds
+from tests.support.leaves import aput_leaf, put_leaf
 from tests.support.retained import (
     Retained,
     is_carrier,
@@ -36,7 +37,7 @@ from tests.support.retained import (
     timeless,
 )
 from tests.support.savers import Where
-from tests.support.threads import dangling, named
+from tests.support.threads import dangling, face_of, named
 
 KINDS = ("memory", "sqlite", "pg")
 
@@ -128,6 +129,39 @@ async def test_a_call_inside_a_subgraph_that_waits_outlives_the_root_checkpoint_
             assert timeless(await twin.on_bare.state()) == timeless(await thread.on_ours.state())
         # What had run before the question is not run again.
         assert [] == ran
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_question_below_a_pinned_leaf_outlives_what_is_folded_there(
+    kind: str, where: Where, thread_id: str
+) -> None:
+    """Postgres keeps no mark of an application's leaf: only what it records tells what it is."""
+    async with open_retained(kind, where, thread_id, graphs.asking_graph) as thread:
+        await thread.on_bare.say({"log": ["one"]})
+        waits = await thread.on_bare.at_rest()
+        asked = shown(await thread.on_bare.state())
+        by_id = shown(await thread.on_bare.state(waits))
+        leaf = await _leaf(thread, "run-1")
+        await _leaf(thread, "run-2")  # It repeats what the other one records.
+        await thread.do("pin", named(thread_id, leaf), ttl=None)
+        for _ in range(2):
+            await thread.do("prune", [thread_id])
+            assert {waits, leaf} == {key_of(f)[1] for f in await thread.rows()}
+            assert by_id == shown(await thread.on_bare.state(waits))
+            told = await thread.do("run_history", named(thread_id))
+            assert {"run-1": 7, "run-2": 7} == told.durations
+        for pin in await thread.do("pins", thread_id):
+            await thread.do("unpin", named(thread_id, pin.checkpoint_id))
+        await thread.do("prune", [thread_id])
+        assert asked == shown(await thread.on_bare.state())
+        answer: Any = Command(resume="a")
+        assert ["one", "a", "p"] == (await thread.on_ours.say(answer))["log"]
+
+
+async def _leaf(thread: Retained, run_id: str) -> str:
+    blocking = partial(put_leaf, thread.bare, thread.thread_id, run_id=run_id)
+    awaitable = partial(aput_leaf, thread.bare, thread.thread_id, run_id=run_id)
+    return (await face_of(thread.kind)(blocking, awaitable))[1]
 
 
 # Random stories

@@ -83,6 +83,9 @@ policies = st.one_of(
 # Writers of their own may name one task at two checkpoints.
 INPUT = Step(0, "input", (), null=False, snapshots=frozenset())
 WRITES = Step(0, "input", ((0, 0), (0, 1)), null=False, snapshots=frozenset())
+# A leaf on a leaf repeats what that one records.
+LEAF = Step(0, "leaf", (), null=False, snapshots=frozenset())
+LEAF_BELOW = Step(2, "leaf", (), null=False, snapshots=frozenset())
 
 
 class Tree:
@@ -281,7 +284,7 @@ async def test_whatever_survives_of_a_random_tree_reads_as_the_model_says(
         @settings(
             max_examples=examples,
             deadline=None,
-            derandomize=True,
+            print_blob=True,
             suppress_health_check=[HealthCheck.too_slow],
         )
         @given(
@@ -290,6 +293,7 @@ async def test_whatever_survives_of_a_random_tree_reads_as_the_model_says(
             pins=st.lists(st.integers(0, 13), max_size=2),
         )
         @example(grown=[INPUT, WRITES, WRITES, INPUT], policy=None, pins=[])
+        @example(grown=[INPUT, LEAF, INPUT, INPUT, LEAF_BELOW], policy=None, pins=[1])
         def search(grown: list[Step], policy: RetentionPolicy | None, pins: list[int]) -> None:
             _check(opened.named(str(uuid.uuid4())), grown, policy, pins)
 

@@ -224,7 +224,10 @@ def applied(world: World, plan: RetentionPlan) -> World:
         rows[key] = replace(rows[key], parent_id=graft.parent_id)
     for fold in plan.fold:
         key = (fold.checkpoint_ns, fold.into)
-        rows[key] = replace(rows[key], has_history=True)
+        marks, row = fold.reason == "marked", rows[key]
+        claim = "duration" if marks else row.claim
+        annotates = row.annotates and not marks
+        rows[key] = replace(row, has_history=True, claim=claim, annotates=annotates)
     for back in plan.rollback:
         key = (back.checkpoint_ns, back.checkpoint_id)
         rows[key] = replace(rows[key], writes=_rolled_back(rows[key].writes, back.tasks))
