@@ -14,7 +14,7 @@ from typing import Protocol
 
 from retaining_saver.branches import Choice
 from retaining_saver.cut import Cut, cut
-from retaining_saver.entries import StoredThread
+from retaining_saver.entries import StoredCheckpoint, StoredThread
 from retaining_saver.lineage import Lineage, is_call, lineage, time_in
 from retaining_saver.planned import (
     RULES,
@@ -253,16 +253,19 @@ def _rollbacks(lin: Lineage, selection: Selection) -> Iterator[Rollback]:
     for ns in reversed(lin.trees.values()):  # What is enclosed before what encloses.
         leading = ns.leading_to(real)
         for i in ns.order:
-            # A child that goes may leave its own children to this one.
-            if keep[i] is None or any(child in leading for child in _below(ns, i)):
+            if keep[i] is None:
                 continue
-            loses, row = bool(_below(ns, i)), ns.rows[i]
-            if loses:
-                opened.update(row.parents)
+            row, below = ns.rows[i], _below(ns, i)
+            # A child that goes may leave its own children to this one.
+            if any(child in leading for child in below):
+                continue
             # A question asked inside a subgraph shows as one of the checkpoint that called it.
-            shows = bool(row.writes.asked) and (ns.name, row.checkpoint_id) in opened
-            if row.writes.rows and (loses or shows):
-                yield _rollback(ns, i)
+            answered = bool(row.writes.asked) and (ns.name, row.checkpoint_id) in opened
+            if any(not _took_input(ns.rows[child], row) for child in below):
+                opened.update(row.parents)
+                answered = True
+            if row.writes.rows and (below or answered):
+                yield from _rollback(ns, row, answered)
 
 
 def _below(ns: Tree, i: int) -> list[int]:
@@ -271,10 +274,24 @@ def _below(ns: Tree, i: int) -> list[int]:
     return [*ns.real_below(i)]
 
 
-def _rollback(ns: Tree, i: int) -> Rollback:
-    checkpoint_id, writes = ns.ids[i], ns.rows[i].writes
-    if writes.asked:
-        return Rollback(ns.name, checkpoint_id, "reopened", writes.asked)
-    if writes.failed:
-        return Rollback(ns.name, checkpoint_id, "retried", writes.failed)
-    return Rollback(ns.name, checkpoint_id, "undone", None)
+def _took_input(row: StoredCheckpoint, parent: StoredCheckpoint) -> bool:
+    """Tell whether a checkpoint began a turn of its own; such a run leaves its parent as it was.
+
+    But for what it stores there at its exit; releases before 1.2.15 did so for the null task,
+    where the parent's step was -1.
+    """
+    began = row.start_version != parent.start_version and row.start_version is not None
+    return began and parent.source != "input" and parent.step != -1
+
+
+def _rollback(ns: Tree, row: StoredCheckpoint, answered: bool) -> Iterator[Rollback]:
+    writes, i = row.writes, row.checkpoint_id
+    if not answered and (writes.asked or writes.failed):
+        if writes.channels & ns.delta_channels:
+            yield Rollback(ns.name, i, "undone", (), commands=False)
+    elif writes.asked:
+        yield Rollback(ns.name, i, "reopened", writes.asked)
+    elif writes.failed:
+        yield Rollback(ns.name, i, "retried", writes.failed)
+    else:
+        yield Rollback(ns.name, i, "undone", None, commands=answered)

@@ -114,11 +114,14 @@ class Fold(Entry):
 class Rollback(Entry):
     """A kept checkpoint whose last child goes with its run: it is open again.
 
-    Its ``__resume__`` rows and the rows of the null task go. Of ``tasks`` every row goes but
-    ``__interrupt__`` and ``__error__``; with ``tasks`` ``None`` every row of the checkpoint goes.
+    With ``commands`` goes what a ``Command`` gave it: ``__resume__`` rows and those of the null
+    task. Of the others go those of ``tasks``, with ``None`` of all, and what runs that started
+    from it stored there when they began or exited; but ``__interrupt__`` and ``__error__`` rows
+    only with ``None``.
     """
 
     tasks: tuple[str, ...] | None
+    commands: bool = True
 
 
 E = TypeVar("E", bound=Entry)

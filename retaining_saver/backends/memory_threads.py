@@ -22,10 +22,6 @@ from retaining_saver.backends.opaque import (
 )
 from retaining_saver.backends.retention import Applied, StorageStats
 from retaining_saver.entries import (
-    ERROR,
-    INTERRUPT,
-    NULL_TASK_ID,
-    RESUME,
     OrphanWrites,
     StoredThread,
     ThreadRecords,
@@ -316,15 +312,7 @@ class MemoryThreads:
 
 def _roll_back(new: _Rows, rollback: Rollback) -> None:
     key = (rollback.checkpoint_ns, rollback.checkpoint_id)
-    left = {
-        k: row for k, row in new.writes.get(key, {}).items() if _stays(rollback, row[0], row[1])
-    }
-    new.writes.pop(key, None)
+    rows = new.writes.pop(key, {})
+    left = {k: row for k, row in rows.items() if not rewriting.is_undone(rollback, row[0], row[1])}
     if left:
         new.writes[key] = left
-
-
-def _stays(rollback: Rollback, task_id: str, channel: str) -> bool:
-    if rollback.tasks is None or channel == RESUME or task_id == NULL_TASK_ID:
-        return False
-    return task_id not in rollback.tasks or channel in (INTERRUPT, ERROR)

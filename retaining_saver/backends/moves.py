@@ -58,3 +58,12 @@ def mismatch(leaf: Row, parent: Row) -> ReclaimOutcome | None:
     if leaf.parent_id != parent.checkpoint_id or leaf.body != parent.body:
         return "versions_differ"
     return None
+
+
+def stored_from_below(task_id: str, checkpoint_id: str) -> bool:
+    """Tell whether runs that started from a checkpoint store rows on it under this task id.
+
+    They do when they exit, and raw graphs for their input.
+    """
+    exits = task_id != NULL_TASK_ID and _EXIT_TASK_ID.match(task_id)
+    return bool(exits) or task_id == input_task_id(checkpoint_id)

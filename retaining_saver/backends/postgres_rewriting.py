@@ -17,7 +17,7 @@ from psycopg.types.json import Jsonb
 from retaining_saver.backends import rewriting
 from retaining_saver.backends.postgres_sessions import Command, Rows, Statements, Undo, streamed
 from retaining_saver.backends.retention import CHUNK, TABLES, Applied, StorageStats
-from retaining_saver.entries import ERROR, INTERRUPT, NULL_TASK_ID, RESUME, StoredThread
+from retaining_saver.entries import StoredThread
 from retaining_saver.errors import PlanRefused
 from retaining_saver.planned import Carry, Entry, Graft, RetentionPlan, Rollback
 
@@ -110,10 +110,10 @@ CROSS JOIN LATERAL (
 ) AS w
 """
 
+_ROWS = f"SELECT DISTINCT task_id, channel FROM checkpoint_writes WHERE {_ONE}"
 _UNDO_WRITES = f"""
-DELETE FROM checkpoint_writes WHERE {_ONE} AND (
-    %(all)s OR channel = %(resume)s OR task_id = %(null_task)s
-    OR (task_id = ANY(%(tasks)s::text[]) AND channel <> ALL(%(stay)s::text[]))
+DELETE FROM checkpoint_writes WHERE {_ONE} AND (task_id, channel) IN (
+    SELECT * FROM unnest(%(tasks)s::text[], %(channels)s::text[])
 )
 """
 
@@ -277,7 +277,7 @@ def _change(thread_id: str, plan: RetentionPlan) -> Statements[None]:
         for chunk in _chunks(list(grafts)):
             yield from _graft(thread_id, ns, chunk)
     for rollback in plan.rollback:
-        yield _roll_back(thread_id, rollback)
+        yield from _roll_back(thread_id, rollback)
     yield from _delete(thread_id, plan)
 
 
@@ -417,17 +417,18 @@ def _graft(thread_id: str, ns: str, grafts: Sequence[Graft]) -> Statements[None]
             yield Command(_MOVE_WRITES), {**place, "id": graft.moves_writes, "to": graft.parent_id}
 
 
-def _roll_back(thread_id: str, rollback: Rollback) -> tuple[str, dict[str, Any]]:
-    return Command(_UNDO_WRITES), {
+def _roll_back(thread_id: str, rollback: Rollback) -> Statements[None]:
+    named = {
         "thread": thread_id,
         "ns": rollback.checkpoint_ns,
         "id": rollback.checkpoint_id,
-        "all": rollback.tasks is None,
-        "resume": RESUME,
-        "null_task": NULL_TASK_ID,
-        "tasks": list(rollback.tasks or ()),
-        "stay": [INTERRUPT, ERROR],
     }
+    rows = yield _ROWS, named
+    gone = [
+        (task, channel) for task, channel in rows if rewriting.is_undone(rollback, task, channel)
+    ]
+    tasks, channels = [task for task, _ in gone], [channel for _, channel in gone]
+    yield Command(_UNDO_WRITES), {**named, "tasks": tasks, "channels": channels}
 
 
 # Deleting.

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from retaining_saver import folds
-from retaining_saver.entries import CARRIER
+from retaining_saver.backends.moves import stored_from_below
+from retaining_saver.entries import CARRIER, ERROR, INTERRUPT, NULL_TASK_ID, RESUME
 from retaining_saver.errors import PlanRefused
-from retaining_saver.planned import Carry, Fold, RetentionPlan
+from retaining_saver.planned import Carry, Fold, RetentionPlan, Rollback
 
 Key = tuple[str, str]  # checkpoint_ns, checkpoint_id
 FORMAT = 4
@@ -91,6 +92,17 @@ def merged_metadata(
             foldings[into] = Folding(fold.into, metadata_of(into), plan.keep_runs)
         foldings[into].add(fold, metadata_of((fold.checkpoint_ns, fold.checkpoint_id)))
     return {into: folding.metadata() for into, folding in foldings.items()}
+
+
+def is_undone(back: Rollback, task_id: str, channel: str) -> bool:
+    """Tell whether a row of the writes table goes with a rollback."""
+    if task_id == NULL_TASK_ID or channel == RESUME:
+        return back.commands
+    if back.tasks is None:
+        return True
+    if channel in (INTERRUPT, ERROR):
+        return False
+    return task_id in back.tasks or stored_from_below(task_id, back.checkpoint_id)
 
 
 def carrier_metadata(carry: Carry) -> dict[str, Any]:

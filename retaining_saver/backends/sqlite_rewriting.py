@@ -21,7 +21,7 @@ from retaining_saver.backends.sqlite_statements import (
     dump_metadata,
     load_metadata,
 )
-from retaining_saver.entries import ERROR, INTERRUPT, NULL_TASK_ID, RESUME, StoredThread
+from retaining_saver.entries import StoredThread
 from retaining_saver.planned import Carry, Graft, RetentionPlan, Rollback
 
 T = TypeVar("T")
@@ -249,19 +249,20 @@ def _graft(thread_id: str, graft: Graft) -> Statements[None]:
 
 def _roll_back(thread_id: str, rollback: Rollback) -> Statements[None]:
     key = (rollback.checkpoint_ns, rollback.checkpoint_id)
+    found = yield (
+        f"SELECT DISTINCT task_id, channel FROM writes WHERE {NAMED}",
+        _params(thread_id, key),
+    )
+    gone = [
+        [task, channel]
+        for task, channel in found.rows
+        if rewriting.is_undone(rollback, task, channel)
+    ]
     yield (
-        f"""DELETE FROM writes WHERE {NAMED} AND (:tasks IS NULL OR channel = :resume
-            OR task_id = :null_task OR (channel NOT IN (:interrupt, :error)
-                AND task_id IN (SELECT value FROM json_each(:tasks))))""",
-        _params(
-            thread_id,
-            key,
-            tasks=None if rollback.tasks is None else json.dumps(rollback.tasks),
-            resume=RESUME,
-            null_task=NULL_TASK_ID,
-            interrupt=INTERRUPT,
-            error=ERROR,
-        ),
+        f"""DELETE FROM writes WHERE {NAMED} AND (task_id, channel) IN (
+            SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]')
+            FROM json_each(:gone))""",
+        _params(thread_id, key, gone=json.dumps(gone)),
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from langgraph.checkpoint.base.id import uuid6
-from langgraph.types import Command
+from langgraph.graph import START, StateGraph
+from langgraph.types import Command, interrupt
 
 from retaining_saver import MemoryHistoryCache, RetentionPolicy
 from retaining_saver.errors import PlanRefused
@@ -32,6 +33,7 @@ from tests.support.threads import dangling, face_of, named
 KINDS = ("memory", "sqlite", "pg")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_mode = pytest.mark.parametrize("mode", graphs.MODES)
+each_durability = pytest.mark.parametrize("durability", ["async", "exit"])
 
 
 def _nothing(thread: Retained) -> bool:
@@ -260,10 +262,11 @@ async def test_a_copy_shows_nothing_that_was_cached_of_an_earlier_thread(
 # Runs
 
 
+@each_durability
 @each_mode
 @each_kind
 async def test_a_cancelled_answer_leaves_its_question_open_and_other_work_done(
-    kind: str, mode: graphs.Mode, where: Where, thread_id: str
+    kind: str, mode: graphs.Mode, durability: str, where: Where, thread_id: str
 ) -> None:
     ran: list[str] = []
 
@@ -272,9 +275,10 @@ async def test_a_cancelled_answer_leaves_its_question_open_and_other_work_done(
 
     cancelled = f"cancelled-{thread_id}"
     async with open_retained(kind, where, thread_id, builder) as thread:
-        await thread.on_ours.say({"log": ["u"]}, run_id=f"asks-{thread_id}")
+        options = {"durability": durability}
+        await thread.on_ours.say({"log": ["u"]}, run_id=f"asks-{thread_id}", **options)
         asked, before = shown(await thread.on_ours.state()), await thread.seen(thread.bare)
-        await thread.on_ours.say(Command(resume="cancelled"), run_id=cancelled)
+        await thread.on_ours.say(Command(resume="cancelled"), run_id=cancelled, **options)
         await thread.do("record_run", named(thread_id), cancelled, duration=3)
         await thread.do("delete_for_runs", [cancelled])
         assert asked == shown(await thread.on_ours.state())
@@ -286,6 +290,61 @@ async def test_a_cancelled_answer_leaves_its_question_open_and_other_work_done(
         done = await thread.on_ours.say(Command(resume="real"))
         assert ["u", "real", "p"] == done["log"]
         assert ["asks"] == ran  # What had finished beside it is not done again.
+
+
+@each_durability
+@each_mode
+@each_kind
+async def test_what_a_command_gave_a_waiting_checkpoint_outlives_a_run_with_an_input(
+    kind: str, mode: graphs.Mode, durability: str, where: Where, thread_id: str
+) -> None:
+    def builder(saver: Saver) -> Any:
+        return graphs.asking_graph(saver, mode)
+
+    runs, options = [f"{thread_id}-{n}" for n in range(3)], {"durability": durability}
+    async with open_retained(kind, where, thread_id, builder) as thread:
+        await thread.on_ours.say({"log": ["one"]}, run_id=runs[0], **options)
+        command: Any = Command(goto="works", update={"log": ["two"]})
+        # It stores no checkpoint: the question is still there.
+        await thread.on_ours.say(command, run_id=runs[1], **options)
+        asked, before = shown(await thread.on_ours.state()), await thread.seen(thread.bare)
+        assert ["one", "two", "p"] == asked[0]["log"]
+        await thread.on_ours.say({"log": ["three"]}, run_id=runs[2], **options)
+        await thread.do("delete_for_runs", [runs[2]])
+        assert before == await thread.seen(thread.bare)
+        assert asked == shown(await thread.on_ours.state())
+        answer: Any = Command(resume="a")
+        done = await thread.on_ours.say(answer)
+        assert {"one", "two", "a", "p"} == set(done["log"])
+
+
+@each_durability
+@each_kind
+async def test_nothing_that_a_deleted_run_stored_on_a_waiting_checkpoint_is_left(
+    kind: str, durability: str, where: Where, thread_id: str
+) -> None:
+    """At its exit a run stores what it wrote to delta channels where it started from."""
+
+    def builder(saver: Saver) -> Any:
+        return _asking_after_work(saver)
+
+    runs, options = [f"{thread_id}-{n}" for n in range(2)], {"durability": durability}
+    async with open_retained(kind, where, thread_id, builder) as thread:
+        await thread.on_ours.say({"log": ["one"]}, run_id=runs[0], **options)
+        asked, before = shown(await thread.on_ours.state()), await thread.seen(thread.bare)
+        await thread.on_ours.say({"log": ["two"]}, run_id=runs[1], **options)
+        await thread.do("delete_for_runs", [runs[1]])
+        assert before == await thread.seen(thread.bare)
+        assert asked == shown(await thread.on_ours.state())
+
+
+def _asking_after_work(saver: Saver) -> Any:
+    builder = StateGraph(graphs.DeltaLog)
+    builder.add_node("works", lambda state: {"log": ["p"]})
+    builder.add_node("asks", graphs.in_context(lambda state: {"log": [interrupt("which?")]}))
+    builder.add_edge(START, "works")
+    builder.add_edge("works", "asks")
+    return builder.compile(checkpointer=saver)
 
 
 @each_mode

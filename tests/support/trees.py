@@ -19,7 +19,7 @@ from retaining_saver.entries import (
     StoredThread,
     Writes,
 )
-from retaining_saver.planned import RetentionPlan
+from retaining_saver.planned import RetentionPlan, Rollback
 from retaining_saver.records import Ref
 
 START_OF_TIME = datetime(2024, 1, 1, tzinfo=timezone.utc)
@@ -230,7 +230,7 @@ def applied(world: World, plan: RetentionPlan) -> World:
         rows[key] = replace(row, has_history=True, claim=claim, annotates=annotates)
     for back in plan.rollback:
         key = (back.checkpoint_ns, back.checkpoint_id)
-        rows[key] = replace(rows[key], writes=_rolled_back(rows[key].writes, back.tasks))
+        rows[key] = replace(rows[key], writes=_rolled_back(rows[key].writes, back))
     for entry in plan.drop:
         del rows[entry.checkpoint_ns, entry.checkpoint_id]
     rows.update(made)
@@ -275,8 +275,10 @@ def _move(
     writers[target] = {channel: world.wrote(rows[link], channel) for channel in moved.channels}
 
 
-def _rolled_back(writes: Writes, tasks: tuple[str, ...] | None) -> Writes:
-    if tasks is None:
+def _rolled_back(writes: Writes, back: Rollback) -> Writes:
+    if not back.commands:
+        return writes  # Nothing here tells whose rows they are.
+    if back.tasks is None:
         return NO_WRITES
     stays = writes.channels & {INTERRUPT, ERROR}
     return Writes(len(stays), stays, writes.asked, writes.failed)

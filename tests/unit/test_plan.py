@@ -596,6 +596,32 @@ def test_a_checkpoint_whose_last_child_goes_with_its_run_is_open_again(
     assert ["c004"] == ids(made.drop)
 
 
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"writes": Writes.of([("a", INTERRUPT), (NULL_TASK_ID, "d")])}, []),
+        ({"writes": Writes.of([("a", INTERRUPT), ("x", "d")]), "counted": DELTA | {"d"}}, [()]),
+        ({"writes": Writes.of([("a", ERROR), (NULL_TASK_ID, "d")])}, []),
+        ({"writes": Writes.of([(NULL_TASK_ID, "d")]), "stored": {f"{BRANCH}a"}}, [None]),
+    ],
+)
+def test_a_deleted_input_takes_nothing_along_that_a_command_gave_before_it(
+    facts: dict[str, Any], expected: list[Any]
+) -> None:
+    tree = Tree()
+    asked = tree.turn(run_id="one")
+    tree.change(asked, **facts)
+    tree.turn(asked, run_id="two")
+    made = plan_without_runs(tree.thread(), ["two"], [], tree.now)
+    assert [("undone", tasks, False) for tasks in expected] == [
+        (back.reason, back.tasks, back.commands) for back in made.rollback
+    ]
+    # Only an input leaves it alone; whoever went on from it may have been told to.
+    tree.step(asked, run_id="two")
+    made = plan_without_runs(tree.thread(), ["two"], [], tree.now)
+    assert [True] == [back.commands for back in made.rollback]
+
+
 def test_a_checkpoint_with_another_child_is_not_opened() -> None:
     tree = Tree()
     asked = tree.turn(run_id="one")
