@@ -596,6 +596,18 @@ def test_a_checkpoint_whose_last_child_goes_with_its_run_is_open_again(
     assert ["c004"] == ids(made.drop)
 
 
+def test_runs_go_from_a_thread_that_has_carriers() -> None:
+    tree, made = carriers()
+    retained = applied(World(tree.thread()), made).thread
+    run = Tree(rows={(c.checkpoint_ns, c.checkpoint_id): c for c in retained.checkpoints})
+    run.wrote(max(i for _, i in run.rows), INTERRUPT)
+    answered = run.step(max(i for _, i in run.rows), named="d001", run_id="two")
+    without = plan_without_runs(run.thread(), ["two"], [], tree.now)
+    assert "carrier" in reasons(without.keep).values()
+    assert [answered] == ids(without.drop)
+    assert ["reopened"] == [back.reason for back in without.rollback]
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
@@ -603,6 +615,7 @@ def test_a_checkpoint_whose_last_child_goes_with_its_run_is_open_again(
         ({"writes": Writes.of([("a", INTERRUPT), ("x", "d")]), "counted": DELTA | {"d"}}, [()]),
         ({"writes": Writes.of([("a", ERROR), (NULL_TASK_ID, "d")])}, []),
         ({"writes": Writes.of([(NULL_TASK_ID, "d")]), "stored": {f"{BRANCH}a"}}, [None]),
+        ({"writes": Writes.of([(NULL_TASK_ID, "d")])}, [None]),
     ],
 )
 def test_a_deleted_input_takes_nothing_along_that_a_command_gave_before_it(
