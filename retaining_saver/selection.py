@@ -181,8 +181,8 @@ def _newest(lin: Lineage, ns: Tree, choice: Choice, pins: Collection[Key]) -> No
 
 def _why_call_stays(lin: Lineage, ns: Tree, choice: Choice, pins: Collection[Key]) -> str | None:
     roots = lin.trees.get(ROOT_NS)
-    if roots is None or ns.newest > roots.newest:
-        # Newer than anything in the root namespace: whoever called has not finished.
+    if roots is None or roots.head is None or ns.newest > roots.ids[roots.head]:
+        # Newer than any state in the root namespace: whoever called has not finished.
         return "uncommitted"
     for i in ns.places:
         row = ns.rows[i]

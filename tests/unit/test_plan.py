@@ -661,6 +661,25 @@ def test_a_question_inside_a_subgraph_is_opened_in_every_namespace_that_shows_it
     ]
 
 
+def test_a_call_that_outlasted_the_newest_turn_is_a_sign_of_life() -> None:
+    tree = Tree()
+    first = tree.turn(steps=1)
+    head = tree.input(first)
+    tree.now += timedelta(hours=5)
+    tree.add(None, "call:1", named="c004", parents=(("", first),))
+    tree.leaf(head)
+    policy: dict[str, Any] = {
+        "drop_annotations": False,
+        "keep_where": {"k": 1},
+        "delete_idle_after": timedelta(hours=1),
+    }
+    made = planned(tree, after=timedelta(minutes=1), **policy)
+    assert "uncommitted" == reasons(made.keep)["c004"]
+    after = applied(World(tree.thread()), made).thread
+    later = tree.now + timedelta(minutes=1)
+    assert not plan(after, RetentionPolicy(**policy), [], later).changes
+
+
 def test_the_subgraph_calls_of_a_deleted_run_go_with_it() -> None:
     tree = Tree()
     second = tree.turn(tree.turn(run_id="one"), run_id="two")
