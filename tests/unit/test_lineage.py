@@ -23,20 +23,13 @@ from retaining_saver.entries import (
     Writes,
     fingerprint,
 )
-from retaining_saver.lineage import (
-    Namespace,
-    is_call,
-    lineage,
-    needs,
-    time_in,
-    time_of,
-    turns,
-)
+from retaining_saver.lineage import is_call, lineage, time_in, time_of
+from tests.support.lineages import Namespace, namespaces, needs, turns
 from tests.support.trees import Tree
 
 
 def root(tree: Tree) -> Namespace:
-    return lineage(tree.thread()).namespaces[""]
+    return namespaces(tree.thread())[""]
 
 
 def grouped(tree: Tree) -> list[list[str]]:

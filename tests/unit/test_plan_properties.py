@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retaining_saver.entries import BRANCH, INTERRUPT, NULL_TASK_ID, SENDS
-from retaining_saver.lineage import lineage, turns
+from retaining_saver.lineage import lineage
 from retaining_saver.plan import RetentionPlan, plan, plan_prune, plan_without_runs
 from retaining_saver.policy import RetentionPolicy
 from retaining_saver.records import Ref
+from tests.support.lineages import namespaces, turns
 from tests.support.trees import Tree, World, applied, draw, pin
 
 # Growing a thread takes a while on a busy machine; how long is nobody's promise.
@@ -168,10 +169,9 @@ def test_every_checkpoint_is_kept_or_dropped_and_never_both(case: CASE) -> None:
 @given(planned())
 def test_heads_stay_unless_the_thread_goes(case: CASE) -> None:
     tree, _, _, made = case
-    lin = lineage(tree.thread())
-    stored = {("", ns.head) for ns in lin.namespaces.values() if ns.name == ""}
-    stored |= {(n.name, n.head) for n in lin.namespaces.values() if n.name == "sub"}
-    stored = {key for key in stored if key[1] is not None}
+    found = namespaces(tree.thread()).values()
+    heads = {(ns.name, ns.head) for ns in found if ns.name in ("", "sub")}
+    stored = {key for key in heads if key[1] is not None}
     assert made.delete_thread or stored <= kept(made)
 
 
@@ -254,7 +254,7 @@ def test_a_carrier_lies_between_its_children_and_their_ancestor(case: CASE) -> N
 @given(planned())
 def test_a_tip_in_flight_goes_only_with_its_whole_turn(case: CASE) -> None:
     tree, _, _, made = case
-    root = lineage(tree.thread()).namespaces[""]
+    root = namespaces(tree.thread())[""]
     divided = turns(root)
     for entry in made.drop:
         i = entry.checkpoint_id
@@ -288,7 +288,7 @@ def test_a_waiting_thread_is_not_deleted_unless_asked_for(case: CASE) -> None:
 def test_the_default_policy_removes_only_annotations(tree: Tree) -> None:
     made = plan(tree.thread(), NOTHING, [], tree.now + timedelta(days=10_000))
     assert {e.reason for e in made.drop} <= {"leaf", "link"}
-    real = {("", i) for i in lineage(tree.thread()).namespaces[""].real}
+    real = {("", i) for i in namespaces(tree.thread())[""].real}
     assert real <= kept(made) if real else True
 
 
