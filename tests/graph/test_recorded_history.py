@@ -165,8 +165,11 @@ async def test_metadata_grow_with_the_number_of_runs_and_not_faster(
     async with open_saver(kind, where) as bare:
         saver = RetainingSaver(bare)
 
+        def counts(state: Count) -> dict[str, int]:
+            return {"turns": state["turns"] + 1}
+
         builder = StateGraph(Count)
-        builder.add_node("counts", lambda state: {"turns": state["turns"] + 1})
+        builder.add_node("counts", counts)
         builder.add_edge(START, "counts")
         graph = builder.compile(checkpointer=saver)
 
