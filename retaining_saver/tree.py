@@ -155,38 +155,41 @@ class Tree:
 
 def grown(checkpoints: Sequence[StoredCheckpoint]) -> tuple[Columns, list[Tree], list[str]]:
     """Build the trees of a thread, ordered by name, and sentences on holes and cycles."""
-    rows, starts = _ordered(checkpoints)
+    rows, ids, starts = _ordered(checkpoints)
     count = len(rows)
-    columns = Columns(rows, [row.checkpoint_id for row in rows], bytearray(count), bytearray(count))
+    columns = Columns(rows, ids, bytearray(count), bytearray(count))
     problems: list[str] = []
     trees = [
         _tree(columns, list(range(start, end)), problems)
-        for start, end in pairwise([*starts, len(rows)])
+        for start, end in pairwise([*starts, count])
     ]
     return columns, trees, problems
 
 
 def _ordered(
     checkpoints: Sequence[StoredCheckpoint],
-) -> tuple[Sequence[StoredCheckpoint], list[int]]:
-    """Order by namespace and id, and tell where each namespace starts.
+) -> tuple[Sequence[StoredCheckpoint], list[str], list[int]]:
+    """Order by namespace and id, list the ids, and tell where each namespace starts.
 
     Backends give records in this order, but nothing rests on it.
     """
     starts: list[int] = []
+    ids: list[str] = []
     name, before = "", ""
-    for i, row in enumerate(checkpoints):
+    for row in checkpoints:
+        checkpoint_id = row.checkpoint_id
         if not starts or row.checkpoint_ns != name:
-            starts.append(i)
+            starts.append(len(ids))
             in_order = row.checkpoint_ns >= name
             name = row.checkpoint_ns
         else:
-            in_order = row.checkpoint_id >= before
+            in_order = checkpoint_id >= before
         if not in_order:
             key = attrgetter("checkpoint_ns", "checkpoint_id")
             return _ordered(sorted(checkpoints, key=key))
-        before = row.checkpoint_id
-    return checkpoints, starts
+        ids.append(checkpoint_id)
+        before = checkpoint_id
+    return checkpoints, ids, starts
 
 
 def _tree(columns: Columns, places: list[int], problems: list[str]) -> Tree:
