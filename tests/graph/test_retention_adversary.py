@@ -395,7 +395,7 @@ def _asked(output: Any) -> list[str]:
     return sorted(str(value) for value in said(output)["__interrupt__"])
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "pg"])
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_retained_thread_is_not_told_from_one_that_is_not(
     kind: str,
@@ -412,7 +412,8 @@ async def test_a_retained_thread_is_not_told_from_one_that_is_not(
         threads = []
         for place, own in zip(places, ran, strict=True):
             builder = partial(_of_everything, ran=own)
-            opened = open_retained(kind, place, thread_id, builder)
+            name = f"{thread_id}-{len(threads)}"  # Postgres is one place for both.
+            opened = open_retained(kind, place, name, builder)
             threads.append(await stack.enter_async_context(opened))
         rng = random.Random(f"{kind} {seed}")
         story = _Story(threads[0], threads[1], ran, rng)
