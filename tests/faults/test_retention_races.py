@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -210,6 +211,8 @@ async def test_a_thread_that_changes_three_times_in_a_row_is_left_alone(
 # Many turns beside many prunes
 
 TURNS = 200
+POLICIES = (None, STRICT, RetentionPolicy(keep_last_turns=3))
+"""In turn; ``None`` stands for a prune."""
 
 
 def _log(mode: graphs.Mode) -> Callable[[Saver], Any]:
@@ -237,7 +240,11 @@ async def test_two_hundred_turns_beside_a_loop_of_prunes_are_all_there(
         def prune() -> int:
             rounds = 0
             while not ended.wait(0.01):
-                a.ours.prune([thread_id])
+                if policy := POLICIES[rounds % len(POLICIES)]:
+                    with suppress(PlanRefused):  # The thread kept changing.
+                        a.ours.enforce_thread_retention(thread_id, policy)
+                else:
+                    a.ours.prune([thread_id])
                 rested.release()
                 rounds += 1
             return rounds
