@@ -162,15 +162,16 @@ def history_of(metadata: Metadata) -> tuple[dict[str, int], dict[str, str | None
 def merged_history(
     newest_first: Iterable[Metadata],
 ) -> tuple[dict[str, int], dict[str, str | None]]:
-    """Merge what checkpoints of one line record; the newest word about a run or message stands."""
+    """Merge what checkpoints of one line record; the newest word about a run or message stands.
+
+    The runs of older checkpoints come first.
+    """
     durations: dict[str, int] = {}
     messages: dict[str, str | None] = {}
-    for metadata in newest_first:
+    for metadata in reversed([*newest_first]):
         timed, wrote = history_of(metadata)
-        for run_id, duration in timed.items():
-            durations.setdefault(run_id, duration)
-        for message_id, writer in wrote.items():
-            messages.setdefault(message_id, writer)
+        durations.update(timed)
+        messages.update(wrote)
     return durations, messages
 
 

@@ -21,6 +21,7 @@ from retaining_saver.folds import (
     is_whole,
     kind_of,
     leaf_metadata,
+    merged_history,
     reclaimed_ids,
     tagged,
 )
@@ -514,3 +515,11 @@ def test_metadata_that_anybody_may_have_written_is_read_without_an_error(
     for judge in (kind_of, is_whole, adds_history, reclaimed_ids):
         judge("P", folded)
         judge("L", leaf)
+
+
+def test_a_merged_history_has_the_runs_of_older_checkpoints_first_and_the_newest_word() -> None:
+    newest = {"run_durations": {"c": 3, "a": 9}, "run_message_ids": {"m2": "c"}}
+    oldest = {"run_durations": {"a": 1, "b": 2}, "run_message_ids": {"m1": "a"}}
+    durations, messages = merged_history([newest, oldest])
+    assert [("a", 9), ("b", 2), ("c", 3)] == list(durations.items())
+    assert [("m1", "a"), ("m2", "c")] == list(messages.items())
