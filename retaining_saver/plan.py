@@ -294,4 +294,5 @@ def _rollback(ns: Tree, row: StoredCheckpoint, answered: bool) -> Iterator[Rollb
     elif writes.failed:
         yield Rollback(ns.name, i, "retried", writes.failed)
     else:
-        yield Rollback(ns.name, i, "undone", None, commands=answered)
+        # What tasks of its own had finished is not of a run that was given an input.
+        yield Rollback(ns.name, i, "undone", None if answered else (), commands=answered)

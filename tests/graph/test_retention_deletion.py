@@ -338,6 +338,38 @@ async def test_nothing_that_a_deleted_run_stored_on_a_waiting_checkpoint_is_left
         assert asked == shown(await thread.on_ours.state())
 
 
+@each_mode
+@each_kind
+async def test_what_a_stopped_run_had_finished_outlives_a_run_with_an_input(
+    kind: str, mode: graphs.Mode, where: Where, thread_id: str
+) -> None:
+    def builder(saver: Saver) -> Any:
+        return _two_at_once(saver, mode)
+
+    runs = [f"{thread_id}-{n}" for n in range(2)]
+    async with open_retained(kind, where, thread_id, builder) as thread:
+        await thread.on_ours.say({"log": ["one"]}, run_id=runs[0])
+        begun = await thread.on_ours.state()
+        [works] = [task.id for task in begun.tasks if task.name == "works"]
+        # As a process leaves it that ends while the other one still runs.
+        put = thread.bare.put_writes, thread.bare.aput_writes
+        await face_of(kind)(*put, begun.config, [("log", ["p"])], works)
+        stopped, before = shown(await thread.on_ours.state()), await thread.seen(thread.bare)
+        assert ("hangs",) == (await thread.on_ours.state()).next
+        await thread.on_ours.say({"log": ["two"]}, run_id=runs[1])
+        await thread.do("delete_for_runs", [runs[1]])
+        assert before == await thread.seen(thread.bare)
+        assert stopped == shown(await thread.on_ours.state())
+
+
+def _two_at_once(saver: Saver, mode: graphs.Mode) -> Any:
+    builder = StateGraph(graphs.DeltaLog if mode == "delta" else graphs.FullLog)
+    for name in ("works", "hangs"):
+        builder.add_node(name, lambda state: {"log": ["p"]})
+        builder.add_edge(START, name)
+    return builder.compile(checkpointer=saver, interrupt_before=["works", "hangs"])
+
+
 def _asking_after_work(saver: Saver) -> Any:
     builder = StateGraph(graphs.DeltaLog)
     builder.add_node("works", lambda state: {"log": ["p"]})

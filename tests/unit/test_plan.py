@@ -614,11 +614,12 @@ def test_runs_go_from_a_thread_that_has_carriers() -> None:
         ({"writes": Writes.of([("a", INTERRUPT), (NULL_TASK_ID, "d")])}, []),
         ({"writes": Writes.of([("a", INTERRUPT), ("x", "d")]), "counted": DELTA | {"d"}}, [()]),
         ({"writes": Writes.of([("a", ERROR), (NULL_TASK_ID, "d")])}, []),
-        ({"writes": Writes.of([(NULL_TASK_ID, "d")]), "stored": {f"{BRANCH}a"}}, [None]),
-        ({"writes": Writes.of([(NULL_TASK_ID, "d")])}, [None]),
+        ({"writes": Writes.of([(NULL_TASK_ID, "d")]), "stored": {f"{BRANCH}a"}}, [()]),
+        ({"writes": Writes.of([("a", "d")]), "stored": {f"{BRANCH}b"}}, [()]),
+        ({"writes": Writes.of([(NULL_TASK_ID, "d")])}, [()]),
     ],
 )
-def test_a_deleted_input_takes_nothing_along_that_a_command_gave_before_it(
+def test_a_deleted_input_takes_nothing_along_that_was_there_before_it(
     facts: dict[str, Any], expected: list[Any]
 ) -> None:
     tree = Tree()
