@@ -12,7 +12,7 @@ from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.serde.types import _DeltaSnapshot
 
-from retaining_saver.caches.moulds import OVERHEAD, FrozenItems
+from retaining_saver.caches.moulds import OVERHEAD, FrozenItems, moved
 
 
 class UntrustedHistoryError(ValueError):
@@ -117,7 +117,8 @@ class _Stretch(NamedTuple):
                 items.append(value)
                 spans.append(start)
         tasks = tuple(task_id for task_id, _, _ in writes)
-        return cls(tasks, tuple(spans), FrozenItems.of(items, serde))
+        lists = [span for span in spans if isinstance(span, slice)]
+        return cls(tasks, tuple(spans), FrozenItems.of(items, serde, lists))
 
     @property
     def size(self) -> int:
@@ -125,7 +126,7 @@ class _Stretch(NamedTuple):
 
     def followed_by(self, later: _Stretch) -> _Stretch:
         by = len(self.items)
-        spans = (*self.spans, *(_moved(span, by) for span in later.spans))
+        spans = (*self.spans, *(moved(span, by) for span in later.spans))
         items = self.items.followed_by(later.items)
         return _Stretch(self.tasks + later.tasks, spans, items)
 
@@ -149,10 +150,6 @@ class _Seed(NamedTuple):
     def thaw(self) -> Any:
         [(_, _, content)] = self.content.thaw("")
         return _DeltaSnapshot(content) if self.is_snapshot else content
-
-
-def _moved(span: int | slice, by: int) -> int | slice:
-    return slice(span.start + by, span.stop + by) if isinstance(span, slice) else span + by
 
 
 def _unpacked(

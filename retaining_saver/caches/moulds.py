@@ -15,6 +15,7 @@ import datetime as dt
 import decimal
 import enum
 import uuid
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class FrozenItems:
         own: list[Any],
         batches: Iterable[_Batch] = (),
         moulds: Iterable[tuple[int, Mould]] = (),
-        serialized: Iterable[tuple[Sequence[int], Mould]] = (),
+        serialized: Iterable[tuple[Sequence[int | slice], Mould]] = (),
         size: int = 0,
     ) -> None:
         self._own = own
@@ -93,12 +94,20 @@ class FrozenItems:
         """Roughly how many bytes of memory the values take."""
 
     @classmethod
-    def of(cls, values: Iterable[Any], serde: SerializerProtocol | None) -> FrozenItems:
-        """Freeze copies. Without ``serde``, raise if a value has no mould."""
+    def of(
+        cls,
+        values: Sequence[Any],
+        serde: SerializerProtocol | None,
+        lists: Sequence[slice] = (),
+    ) -> FrozenItems:
+        """Freeze copies. Without ``serde``, raise if a value has no mould.
+
+        ``lists`` tells in order which values were a list's, and read with it.
+        """
         own = list(values)
         batches: dict[_Shape, _Batch] = {}
         moulds: list[tuple[int, Mould]] = []
-        odd: dict[int, Any] = {}
+        odd: list[int] = []
         size = 8 * len(own)
         for place, value in enumerate(own):
             if type(value) in _IMMUTABLE:
@@ -110,7 +119,7 @@ class FrozenItems:
             except _WITHOUT_MOULD:
                 if serde is None:
                     raise
-                odd[place] = value
+                odd.append(place)
                 continue
             size += cast_size
             if isinstance(cast, _Model) and not cast.hidden:
@@ -121,8 +130,12 @@ class FrozenItems:
                 moulds.append((place, cast))
         if serde is None or not odd:
             return cls(own, batches.values(), moulds, size=size)
-        cast, cast_size = _serialize(list(odd.values()), serde)
-        return cls(own, batches.values(), moulds, [(tuple(odd), cast)], size + cast_size)
+        places: Sequence[int | slice] = odd
+        wholes = _wholes(odd, lists)
+        if _are_written_otherwise(values, odd, wholes, serde):
+            places = wholes
+        cast, cast_size = _serialize([values[place] for place in places], serde)
+        return cls(own, batches.values(), moulds, [(places, cast)], size + cast_size)
 
     def __len__(self) -> int:
         return len(self._own)
@@ -135,7 +148,7 @@ class FrozenItems:
             before = batches.get(batch.shape) or _Batch(batch.shape)
             batches[batch.shape] = before.followed_by(batch, by)
         moulds = [(place + by, cast) for place, cast in later._moulds]
-        odd = [([place + by for place in places], cast) for places, cast in later._serialized]
+        odd = [([moved(place, by) for place in places], cast) for places, cast in later._serialized]
         return FrozenItems(
             self._own + later._own,
             batches.values(),
@@ -152,9 +165,56 @@ class FrozenItems:
         for place, cast in self._moulds:
             values[place] = cast()
         for places, cast in self._serialized:
-            for place, value in zip(places, cast(), strict=True):
-                values[place] = value
+            for span, value in zip(places, cast(), strict=True):
+                values[span] = value
         return values
+
+
+def moved(place: int | slice, by: int) -> int | slice:
+    """Return the place, or the span of places, further by so much."""
+    return place + by if isinstance(place, int) else slice(place.start + by, place.stop + by)
+
+
+def _wholes(places: Iterable[int], lists: Sequence[slice]) -> list[int | slice]:
+    """Replace the places in each list by the list, once."""
+    wholes: list[int | slice] = []
+    end = 0
+    for place in places:
+        if place < end:
+            continue
+        at = bisect_right(lists, place, key=_start) - 1
+        if at >= 0 and place < lists[at].stop:
+            end = lists[at].stop
+            wholes.append(lists[at])
+        else:
+            wholes.append(place)
+    return wholes
+
+
+def _start(span: slice) -> int:
+    start: int = span.start
+    return start
+
+
+def _are_written_otherwise(
+    values: Sequence[Any],
+    places: Sequence[int],
+    wholes: Sequence[int | slice],
+    serde: SerializerProtocol,
+) -> bool:
+    """Tell whether values are written in another way alone than in their lists.
+
+    A serializer that pickles what has no other way keeps the types of all that it pickles.
+    """
+    alone = [values[place] for place in places]
+    together = [values[whole] for whole in wholes]
+    counts = (len(values[whole]) if isinstance(whole, slice) else 1 for whole in wholes)
+    if sum(counts) == len(alone):
+        return False
+    try:
+        return serde.dumps_typed(together)[0] != serde.dumps_typed(alone)[0]
+    except Exception:
+        return False  # So it is not how they were read.
 
 
 _IMMUTABLE = frozenset(

@@ -404,6 +404,19 @@ def test_a_thawed_history_is_the_history_and_shares_nothing_that_can_change() ->
     assert faces == _faces(other) == _faces(kept.thaw(SERDE, "log"))
 
 
+def test_what_was_pickled_for_its_neighbour_keeps_its_type() -> None:
+    """Msgpack has no number that large, and would write the dict as a plain one."""
+    serde = JsonPlusSerializer(pickle_fallback=True)
+    whole = [HumanMessage("hi"), Counted(a=1), 1 << 70]
+    read = serde.loads_typed(serde.dumps_typed(whole))
+    assert [HumanMessage, Counted, int] == [type(item) for item in read]
+    writes: list[Any] = [("one", "log", value) for value in (Counted(b=2), read, [], [1])]
+    faces, kept = _faces(writes), StoredHistory.of({"writes": writes}, serde)
+    longer = StoredHistory.of({"writes": writes}, serde).followed_by(writes, serde)
+    assert faces == _faces(kept.thaw(serde, "log")["writes"])
+    assert _faces(writes * 2) == _faces(longer.thaw(serde, "log")["writes"])
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_a_history_that_grew_step_by_step_is_the_whole_one(data: st.DataObject) -> None:
