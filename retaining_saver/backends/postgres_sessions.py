@@ -130,9 +130,11 @@ class BlockingSession:
                 yield connection
             return
         with self._saver.lock:
-            if self._saver.pipe:
-                # Else our transaction would take in what was sent since the last sync.
-                self._saver.pipe.sync()
+            if _in_pipeline(self._saver.conn):
+                # Leaving one syncs, an inner one too: else our transaction would take in what was
+                # sent since the last sync. The saver need not know of the user's pipeline.
+                with self._saver.conn.pipeline():
+                    pass
             yield self._saver.conn
 
 
@@ -188,8 +190,9 @@ class AwaitingSession:
                 yield connection
             return
         async with self._saver.lock:
-            if self._saver.pipe:
-                await self._saver.pipe.sync()
+            if _in_pipeline(self._saver.conn):
+                async with self._saver.conn.pipeline():
+                    pass
             yield self._saver.conn
 
     def _refuse_own_loop(self) -> None:
@@ -225,8 +228,12 @@ def _ends_by_itself(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     return (
         connection.autocommit
         and connection.info.transaction_status == TransactionStatus.IDLE
-        and connection.info.pipeline_status == PipelineStatus.OFF
+        and not _in_pipeline(connection)
     )
+
+
+def _in_pipeline(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    return connection.info.pipeline_status != PipelineStatus.OFF
 
 
 def _begins(connection: Connection[Any] | AsyncConnection[Any]) -> bool:

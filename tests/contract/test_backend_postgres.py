@@ -322,6 +322,37 @@ def test_what_the_user_sent_into_a_pipeline_before_is_not_undone_with_our_refusa
         assert stored(PostgresBackend(saver), Ref(thread_id)).metadata["mine"] == 1
 
 
+def test_a_pipeline_that_the_saver_was_not_told_of_does_no_harm(
+    postgres_url: str, thread_id: str
+) -> None:
+    with connected(postgres_url, row_factory=dict_row) as connection, connection.pipeline():
+        saver = PostgresSaver(connection)
+        backend = PostgresBackend(saver)
+        leaf, parent = put_turn_and_leaf(saver, thread_id)
+        for _ in range(2):
+            # Nothing has ended what this one began.
+            assert saver.get_tuple(Ref(thread_id).config()) is not None
+            found: Any = backend.on_snapshot(lookup(Ref(thread_id)))
+            assert leaf.checkpoint_id == found.checkpoint["id"]
+        assert backend.reclaim(thread_id, "", leaf, parent) == "reclaimed"
+
+
+async def test_a_pipeline_that_an_async_saver_was_not_told_of_does_no_harm(
+    postgres_url: str, thread_id: str, saver: PostgresSaver
+) -> None:
+    leaf, _ = put_turn_and_leaf(saver, thread_id)
+    connection = await AsyncConnection[Any].connect(
+        postgres_url, autocommit=True, row_factory=dict_row
+    )
+    async with connection, connection.pipeline():
+        async_saver = AsyncPostgresSaver(connection)
+        for _ in range(2):
+            assert await async_saver.aget_tuple(Ref(thread_id).config()) is not None
+            reading = PostgresBackend(async_saver).aon_snapshot(lookup(Ref(thread_id)))
+            found: Any = await reading
+            assert leaf.checkpoint_id == found.checkpoint["id"]
+
+
 @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
 @pytest.mark.parametrize("pipeline", [False, True])
 def test_text_that_postgres_cannot_store_fails_and_changes_nothing(
