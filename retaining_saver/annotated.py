@@ -68,7 +68,8 @@ def _going(
             continue
         heirs = lasting_heirs(i)
         alone = lasting_heirs(target) == [i] and len(heirs) == 1 and choice.keep[heirs[0]]
-        if alone and not ns.annotation[target] and not ns.rows[target].writes.rows:
+        plain = not ns.annotation[target] and not ns.rows[target].writes.rows
+        if alone and plain and not _are_hidden(ns, i, heirs[0]):
             moving.add(i)
     return going, moving
 
@@ -78,6 +79,16 @@ def _are_plain(writes: Writes) -> bool:
     # Readers apply the null task's rows as the checkpoint's own state.
     special = {INTERRUPT, ERROR, RESUME, SENDS} & writes.channels
     return not special and not writes.null_task
+
+
+def _are_hidden(ns: Tree, i: int, heir: int) -> bool:
+    """Tell whether a link below ``i`` stores what its rows write: then the heir reads past them."""
+    between = ns.parent[heir]
+    while between is not None and between != i:
+        if ns.rows[between].stored & ns.rows[i].writes.channels:
+            return True
+        between = ns.parent[between]
+    return False
 
 
 def _heirs(ns: Tree, i: int, going: Collection[int]) -> Iterator[int]:

@@ -221,6 +221,8 @@ def applied(world: World, plan: RetentionPlan) -> World:
         key = (graft.checkpoint_ns, graft.checkpoint_id)
         if graft.moves_writes is not None and graft.parent_id is not None:
             _move(world, rows, writers, (graft.checkpoint_ns, graft.moves_writes), graft.parent_id)
+            onto = (graft.checkpoint_ns, graft.parent_id)
+            made |= {onto: rows[onto]} if onto in made else {}
         rows[key] = replace(rows[key], parent_id=graft.parent_id)
     for fold in plan.fold:
         key = (fold.checkpoint_ns, fold.into)

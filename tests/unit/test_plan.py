@@ -346,6 +346,20 @@ def test_a_link_goes_if_its_child_can_continue_from_its_parent(
     assert child in ids(made.keep)
 
 
+def test_rows_of_a_link_do_not_move_where_its_child_had_read_a_value_instead() -> None:
+    tree = Tree()
+    end = tree.turn(steps=1, versioned=DELTA, counted=DELTA)
+    tree.change(end, stored=DELTA, snapshots=DELTA)
+    link = tree.leaf(end)
+    tree.wrote(link, *DELTA)
+    child = tree.step(tree.leaf(link))
+    before, made = World(tree.thread()), planned(tree)
+    after = applied(before, made)
+    assert before.reads(DELTA)["", child, "messages"] == ("=c004",)
+    [read] = after.reads(DELTA)["", child, "messages"]
+    assert read in ("=c002", "=c003", "=c004")  # The same value, and no row.
+
+
 def test_rows_of_a_link_do_not_move_where_somebody_else_would_read_them() -> None:
     for disturb in ("rows", "sibling", "pin", "two children"):
         tree = Tree()
