@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
@@ -67,10 +67,12 @@ def cut(ns: Tree, choice: Choice, done: Cut, replayed: Sequence[Sequence[str]] =
     needed = needs(ns, choice.keep, set(orphaned))
     for parent, group in groupby(orphaned, key=ns.parent.__getitem__):
         assert parent is not None  # By which they are orphaned.
-        children = list(group)
         stretch, ancestor = _stretch(ns, choice, parent)
         if stretch == [parent] and ns.carrier[parent]:
             done.carriers.add(parent)
+            continue
+        children = list(_without_copies(ns, group, ancestor, done))
+        if not children:
             continue
         read = frozenset[str]().union(*(needed.get(child, ()) for child in children))
         carry = _carry(ns, choice, stretch, ancestor, children, read)
@@ -87,6 +89,28 @@ def cut(ns: Tree, choice: Choice, done: Cut, replayed: Sequence[Sequence[str]] =
         moved = next((i for i in stretch if i in choice.moving), None)
         for child in children:
             done.graft.add(ns, child, reason, onto, moved)
+
+
+def _without_copies(
+    ns: Tree, children: Iterable[int], ancestor: int | None, done: Cut
+) -> Iterator[int]:
+    """Graft annotations onto the ancestor; return the other children.
+
+    Between an annotation and what it annotates goes nothing but other annotations, without rows.
+    A carrier there would hide what it is: it would be taken for the newest state.
+    """
+    for child in children:
+        if ns.annotation[child] and not _shields(ns, [child], ancestor):
+            done.graft.add(ns, child, "graft", _id(ns, ancestor), None)
+        else:
+            yield child
+
+
+def _shields(ns: Tree, children: Iterable[int], ancestor: int | None) -> bool:
+    """Tell whether a child of an old format would read the ancestor's sends as its own."""
+    if not ns.old_format or ancestor is None or SENDS not in ns.rows[ancestor].writes.channels:
+        return False
+    return any(ns.rows[child].v < 4 for child in children)
 
 
 def _id(ns: Tree, i: int | None) -> str | None:
@@ -121,9 +145,7 @@ def _carry(
     read: frozenset[str],
 ) -> Carry | None:
     writes, seeds = _taken(ns, (i for i in stretch if i not in choice.moving), read)
-    old_format = ns.old_format and any(ns.rows[child].v < 4 for child in children)
-    shields = old_format and ancestor is not None and SENDS in ns.rows[ancestor].writes.channels
-    if not (writes or seeds or shields):
+    if not (writes or seeds or _shields(ns, children, ancestor)):
         return None
     used = {*seeds.values(), *(i for places in writes.values() for i in places)}
     return replace(

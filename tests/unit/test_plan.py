@@ -26,6 +26,7 @@ from retaining_saver.entries import (
 )
 from retaining_saver.plan import RULES, RetentionPlan, plan, plan_prune, plan_without_runs
 from retaining_saver.policy import RetentionPolicy
+from tests.support.lineages import namespaces
 from tests.support.trees import Tree, World, applied, draw, ids, pin, reasons
 
 GOLDEN = Path(__file__).parent / "golden" / "plan"
@@ -344,6 +345,22 @@ def test_a_link_goes_if_its_child_can_continue_from_its_parent(
         assert [("c004", end)] == [(g.checkpoint_id, g.parent_id) for g in made.graft]
         assert (link if facts else None) == made.graft[0].moves_writes
     assert child in ids(made.keep)
+
+
+def test_a_leaf_that_stays_is_not_taken_for_state_where_a_carrier_replaces_its_link() -> None:
+    tree = Tree()
+    end = tree.turn(steps=1)
+    tree.add(None, "sub", parents=(("", end),))  # A replay of a fork of the link reads it.
+    link = tree.leaf(end)
+    head = tree.add(link, source="fork")
+    leaf = tree.leaf(link, source="update")
+    tree.wrote(leaf, INTERRUPT)
+    made = planned(tree)
+    assert [head] == [child for carry in made.carry for child in carry.children]
+    after = applied(World(tree.thread()), made).thread
+    assert head == namespaces(after)[""].head
+    assert {leaf} == namespaces(after)[""].annotations
+    assert head in ids(plan_prune(after, [], tree.now).keep)
 
 
 def test_rows_of_a_link_do_not_move_where_its_child_had_read_a_value_instead() -> None:
