@@ -168,7 +168,8 @@ class World:
 
     def seeded(self, row: StoredCheckpoint, channel: str) -> str:
         key = (row.checkpoint_ns, row.checkpoint_id)
-        return self.seeders.get(key, {}).get(channel, row.checkpoint_id)
+        # Metadata-only checkpoints store the values of what they repeat.
+        return self.seeders.get(key, {}).get(channel, row.fingerprint.decode())
 
     def reads(self, channels: Iterable[str]) -> dict[tuple[str, str, str], tuple[str, ...]]:
         """Read channels from every checkpoint but carriers, as a walk over parents does."""
