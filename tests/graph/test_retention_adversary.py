@@ -409,7 +409,7 @@ async def test_a_retained_thread_is_not_told_from_one_that_is_not(
     (tmp_path / "other").mkdir()
     places = (where, Where(tmp_path / "other", where.find_postgres))
     async with AsyncExitStack() as stack:
-        threads = []
+        threads: list[Retained] = []
         for place, own in zip(places, ran, strict=True):
             builder = partial(_of_everything, ran=own)
             name = f"{thread_id}-{len(threads)}"  # Postgres is one place for both.
