@@ -53,6 +53,7 @@ class Command(str):
 
 PAGE = 1000
 _CURSOR = "retaining_saver_rows"
+_SNAPSHOT: Final = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
 
 
 def streamed(sql: str, parameters: Parameters, take: Callable[[Rows], object]) -> Statements[None]:
@@ -101,10 +102,8 @@ class BlockingSession:
 
     def write(self, statements: Statements[T], *, snapshot: bool = False) -> T:
         try:
-            with self._connection() as connection:
-                own = snapshot and _begins(connection)
-                with connection.transaction():
-                    return _execute(connection, _on_snapshot(statements) if own else statements)
+            with self._transaction(snapshot=snapshot) as connection:
+                return _execute(connection, statements)
         except Undo as undo:
             return cast(T, undo.result)
 
@@ -112,16 +111,21 @@ class BlockingSession:
         return await asyncio.to_thread(self.write, statements, snapshot=snapshot)
 
     def on_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T:
-        with self._connection() as connection:
-            own = _begins(connection)
-            with connection.transaction():
-                if own:
-                    connection.execute(_SNAPSHOT, prepare=False)
-                held: dict[str, Any] = {"conn": connection, "pipe": None, "lock": threading.Lock()}
-                return run(operation(clone(self._saver, **held)))
+        with self._transaction(snapshot=True) as connection:
+            held: dict[str, Any] = {"conn": connection, "pipe": None, "lock": threading.Lock()}
+            return run(operation(clone(self._saver, **held)))
 
     async def aon_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T:
         return await asyncio.to_thread(self.on_snapshot, operation)
+
+    @contextmanager
+    def _transaction(self, *, snapshot: bool) -> Iterator[Connection[Any]]:
+        with self._connection() as connection:
+            own = _begins(connection)
+            with connection.transaction():
+                if own and snapshot:
+                    connection.execute(_SNAPSHOT, prepare=False)
+                yield connection
 
     @contextmanager
     def _connection(self) -> Iterator[Connection[Any]]:
@@ -160,12 +164,8 @@ class AwaitingSession:
 
     async def awrite(self, statements: Statements[T], *, snapshot: bool = False) -> T:
         try:
-            async with self._connection() as connection:
-                own = snapshot and _begins(connection)
-                async with connection.transaction():
-                    if own:
-                        statements = _on_snapshot(statements)
-                    return await _aexecute(connection, statements)
+            async with self._transaction(snapshot=snapshot) as connection:
+                return await _aexecute(connection, statements)
         except Undo as undo:
             return cast(T, undo.result)
 
@@ -175,13 +175,18 @@ class AwaitingSession:
         return asyncio.run_coroutine_threadsafe(reading, self._saver.loop).result()
 
     async def aon_snapshot(self, operation: Callable[[Saver], Steps[T]]) -> T:
+        async with self._transaction(snapshot=True) as connection:
+            held: dict[str, Any] = {"conn": connection, "pipe": None, "lock": asyncio.Lock()}
+            return await arun(operation(clone(self._saver, **held)))
+
+    @asynccontextmanager
+    async def _transaction(self, *, snapshot: bool) -> AsyncIterator[AsyncConnection[Any]]:
         async with self._connection() as connection:
             own = _begins(connection)
             async with connection.transaction():
-                if own:
+                if own and snapshot:
                     await connection.execute(_SNAPSHOT, prepare=False)
-                held: dict[str, Any] = {"conn": connection, "pipe": None, "lock": asyncio.Lock()}
-                return await arun(operation(clone(self._saver, **held)))
+                yield connection
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[AsyncConnection[Any]]:
@@ -239,14 +244,6 @@ def _in_pipeline(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
 def _begins(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     """Tell whether the next transaction is one of its own, not a savepoint in another."""
     return connection.info.transaction_status == TransactionStatus.IDLE
-
-
-_SNAPSHOT: Final = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
-
-
-def _on_snapshot(statements: Statements[T]) -> Statements[T]:
-    yield Command(_SNAPSHOT), {}
-    return (yield from statements)
 
 
 # Unprepared, because a pooler may give the next statement another server connection.
